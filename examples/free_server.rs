@@ -15,11 +15,10 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use serde_json::{Value, json};
 use support::options::{DeviceOptions, PlanOptions};
+use support::places::Places;
 use tensor_offload::backend::Clock;
 use tensor_offload::cache::{FreeRequest, Identity};
-use tensor_offload::{
-    Checkpoint, Error, Loader, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer, Weights,
-};
+use tensor_offload::{Error, Loader, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer, Weights};
 
 /// The model that comes with the crate.
 const TINY_LLAMA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
@@ -74,7 +73,7 @@ impl support::Example for Args {
         let address = listener.local_addr().map_err(|source| self.io("ask for the address of", source))?;
         let cache = Arc::new(ModelCache::new());
         let devices = self.devices.registry(Clock::Wall)?;
-        let weights = Weights::new(Checkpoint::open(self.model.as_deref().unwrap_or(TINY_LLAMA.as_ref()))?);
+        let weights = Weights::new(Places::default().checkpoint(self.model.as_deref().unwrap_or(TINY_LLAMA.as_ref()))?);
         let plan = self.plan.apply(Planner::new(weights.layout(), devices.machine()))?.plan()?;
         let open = Arc::new(());
         let served = (Arc::clone(&cache), Arc::clone(&open));

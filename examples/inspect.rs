@@ -11,13 +11,15 @@ use std::path::PathBuf;
 use clap::Parser;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use support::places::Places;
 use tensor_offload::checkpoint::{Checkpoint, Layer, Layout};
 use tensor_offload::{ByteSize, Result, TensorId};
 
 /// Show a checkpoint's tensors, modules and layers.
 #[derive(Parser)]
 struct Inspect {
-    /// A .safetensors or .gguf file, the index of a sharded checkpoint, or a folder that holds any of these.
+    /// A .safetensors or .gguf file, the index of a sharded checkpoint, or a folder that holds any of these; or its URL in an object
+    /// store (s3://…, with the feature `store`).
     model: PathBuf,
     /// Read every tensor and report its SHA-256.
     #[arg(long)]
@@ -40,7 +42,7 @@ impl support::Example for Inspect {
     }
 
     fn run(self) -> Result<Value> {
-        let checkpoint = Checkpoint::open(&self.model)?;
+        let checkpoint = Places::default().checkpoint(&self.model)?;
         let layout = checkpoint.layout();
         let tensors = layout.tensor_ids().zip(layout.tensors());
         let hashes: Vec<Option<String>> = tensors

@@ -12,13 +12,14 @@ use clap::Parser;
 use serde_json::{Value, json};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
+use support::places::Places;
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{
     GgufMetadata, GgufValue, Layout, TensorSpec, TensorWriter, write_compressed, write_gguf, write_safetensors,
 };
 use tensor_offload::load::LoadReport;
 use tensor_offload::patch::{PatchOutcome, Requantised};
-use tensor_offload::{Checkpoint, DType, Error, Loader, Model, Planner, Result, TensorId, Weights};
+use tensor_offload::{DType, Error, Loader, Model, Planner, Result, TensorId, Weights};
 
 /// The entry of a GGUF file's metadata that says of which type most tensors are.
 const FILE_TYPE: &str = "general.file_type";
@@ -41,7 +42,8 @@ const CHUNK: usize = 16 << 20;
 #[derive(Parser)]
 #[command(name = "merge")]
 struct Args {
-    /// The checkpoint: a safetensors or GGUF file, any file of a GGUF set, or a folder with one or with an index
+    /// The checkpoint: a safetensors or GGUF file, any file of a GGUF set, or a folder with one or with an index; or its URL in an
+    /// object store (s3://…, with the feature `store`)
     base: PathBuf,
     #[command(flatten)]
     adapters: AdapterOptions,
@@ -75,7 +77,7 @@ impl support::Example for Args {
     fn run(mut self) -> Result<Value> {
         // A cast of its own comes later, and counts.
         self.adapters.casts.casts.splice(..0, self.promote.map(|dtype| dtype.to_string()));
-        let weights = self.adapters.apply_to(Checkpoint::open(&self.base)?)?;
+        let weights = self.adapters.apply_to(&Places::default(), &self.base)?;
         let gguf = self.gguf_metadata(&weights)?;
         if self.compress && gguf.is_some() {
             return Err(Error::Invalid { reason: NO_COMPRESSED_GGUF.to_owned() });

@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::deferred::DeferOptions;
 use support::options::{CompressOption, DeviceOptions, PlanOptions};
+use support::places::Places;
 use support::values::Values;
 use tensor_offload::adapter::MatchReport;
 use tensor_offload::allocation::Mode;
@@ -41,7 +42,8 @@ const DEADLINE: Duration = Duration::from_secs(600);
 #[derive(Parser)]
 #[command(name = "offload")]
 struct Args {
-    /// The checkpoint: a safetensors or GGUF file, or a folder with one or with an index
+    /// The checkpoint: a safetensors or GGUF file, or a folder with one or with an index; or its URL in an object store (s3://…, with
+    /// the feature `store`)
     model: Option<PathBuf>,
     #[command(flatten)]
     adapters: AdapterOptions,
@@ -91,7 +93,8 @@ impl support::Example for Args {
         }
         // Writes the rest of the trace when it is dropped.
         let _trace = self.trace.as_deref().map(support::trace::to_file).transpose()?;
-        let weights = self.codes.apply(self.weights()?)?;
+        let places = Places::default();
+        let weights = self.codes.apply(self.weights(&places)?)?;
         let devices = self.registry(&weights)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&weights, &self.machine(&devices)?, self.allocation()?)?;
@@ -100,7 +103,10 @@ impl support::Example for Args {
 
         let model = Arc::new(self.load(&devices, &weights, &plan)?);
         let loaded = devices.snapshot("loaded");
-        self.say(|| format!("loaded {}\n{loaded}\n", model.report()));
+        let traffic = places.traffic();
+        self.say(|| {
+            format!("loaded {}\n{}{loaded}\n", model.report(), traffic.iter().map(traffic_line).collect::<String>())
+        });
 
         let cache = ModelCache::new();
         cache.insert("model", Arc::clone(&model), Retention::Unload);
@@ -143,6 +149,10 @@ impl support::Example for Args {
         if !deferred.is_empty() {
             report["deferred"] = json!(deferred);
         }
+        if !traffic.is_empty() {
+            let of = |(url, requests, bytes): &(String, u64, u64)| json!({ "url": url, "requests": requests, "bytes": bytes });
+            report["stores"] = traffic.iter().map(of).collect();
+        }
         if let Some(((tensors, hash), dtype)) = values {
             report["values"] = json!({ "dtype": dtype, "tensors": tensors, "sha256": hash });
         }
@@ -151,15 +161,15 @@ impl support::Example for Args {
 }
 
 impl Args {
-    fn weights(&self) -> Result<Weights> {
+    fn weights(&self, places: &Places) -> Result<Weights> {
         let mut adapters = self.adapters.clone();
         adapters.deferred = self.deferred.patterns()?;
         match &self.model {
-            Some(model) => adapters.apply_to(Checkpoint::open(model)?),
+            Some(model) => adapters.apply_to(places, model),
             None if adapters.adapters.is_empty() => {
                 adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
             }
-            None => adapters.apply_to(Checkpoint::open(TINY_LLAMA)?),
+            None => adapters.apply_to(places, TINY_LLAMA),
         }
     }
 
@@ -378,6 +388,11 @@ fn describe(weights: &Weights) -> String {
     let (layers, tensors) = (layout.layers().len(), layout.tensors().len());
     let adapters = if *report == MatchReport::default() { String::new() } else { report.to_string() };
     format!("{name}: {} in {tensors} tensors, {layers} layers\n{adapters}", ByteSize(layout.bytes()).human())
+}
+
+/// What was asked of a store until the model was loaded.
+fn traffic_line((url, requests, bytes): &(String, u64, u64)) -> String {
+    format!("{url}: {requests} requests, {}\n", ByteSize(*bytes).human())
 }
 
 fn peak_line((id, peak, limit): &(DeviceId, u64, u64)) -> String {

@@ -68,7 +68,7 @@
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`](device::Topology) |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
 //! | [`registry`] | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`](registry::measure_links) |
-//! | [`transfer`] | where bytes come from: files, memory, mappings | [`transfer::Source`] |
+//! | [`transfer`] | where bytes come from: files, memory, mappings; where files are | [`transfer::Source`], [`transfer::Storage`] |
 //! | [`allocation`] | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`](patch::TensorPatch) |
@@ -78,6 +78,7 @@
 //! | [`load`] | load, patch, distribute; all stages up to here in one expression | [`Loader`], [`Model`], [`ModelBuilder`] |
 //! | [`stream`] | layers on the compute device, one after the other | [`Streamer`], [`Pass`](stream::Pass), [`LayerGuard`] |
 //! | [`cache`] | models that stay, and leave when told to | [`ModelCache`] |
+//! | `store` | object stores as places of files | `store::ObjectStorage` |
 //! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::addresses`, `cuda::adopt_raw_stream` |
 //! | `hip`, `corex`, `ascend`, `cambricon` | the same for the drivers of AMD, Iluvatar, Ascend and Cambricon | `hip::address`, `hip::adopt_raw_stream` |
 //! | `vulkan`, `wgpu` | your own Vulkan device, or wgpu's; where tensors are | `backend::Vulkan::adopt`, `vulkan::place`, `wgpu::request_device` |
@@ -121,6 +122,7 @@
 //! | free memory between two jobs, or under pressure | [`FreeRequest`](cache::FreeRequest), [`Pressure`](cache::Pressure), [`ModelCache::make_room`], [`Evict`](cache::Evict) |
 //! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
+//! | open a model in an object store | `store::ObjectStorage`, [`Checkpoint::open_in`], [`Adapter::open_in`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
 //! | have files take two thirds of their bytes, bit for bit | [`checkpoint::write_compressed`] |
 //! | have streamed weights take as little on the host and the link | [`Planner::compress`], [`Weights::compress`], [`Streamer::verify`] |
@@ -142,11 +144,12 @@
 //!   through CANN and Cambricon's through CNDrv. They are built like `cuda`, which they turn on; none has run on a device.
 //! - `vulkan` is the backend of devices with a driver for Vulkan 1.3, of any vendor. Nothing has to be installed to build.
 //! - `wgpu` opens devices that the crate wgpu and the library share, and shows tensors as its buffers. It turns `vulkan` on.
+//! - `store` reads weights from S3, Google Cloud Storage, Azure and HTTP servers, through the crate object_store.
 //! - `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
 //!   build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`,
 //!   each of which turns `cudarc` on.
 //!
-//! Guides are in the package's folder `docs/guide`: allocations, adapters, streaming, CUDA, Vulkan and wgpu code of your own, the
+//! Guides are in the package's folder `docs/guide`: allocations, adapters, streaming, object stores, CUDA, Vulkan and wgpu code of your own, the
 //! cache, devices. Why the library is built this way is in `docs/design.md`.
 
 pub mod adapter;
@@ -172,6 +175,7 @@ mod float;
 mod ggml;
 #[cfg(feature = "hip")]
 pub mod hip;
+mod interrupt;
 mod limits;
 pub mod load;
 pub mod lossless;
@@ -182,6 +186,8 @@ pub mod registry;
 mod rounding;
 mod schedule;
 mod staging;
+#[cfg(feature = "store")]
+pub mod store;
 pub mod stream;
 mod threads;
 pub mod transfer;
@@ -217,6 +223,9 @@ mod guides {
     struct Allocations;
     #[doc = include_str!("../docs/guide/cache.md")]
     struct Cache;
+    #[cfg(feature = "store")]
+    #[doc = include_str!("../docs/guide/stores.md")]
+    struct Stores;
     #[doc = include_str!("../docs/guide/gguf.md")]
     struct Gguf;
     #[doc = include_str!("../docs/guide/streaming.md")]

@@ -12,6 +12,7 @@ use std::vec::IntoIter;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 
 /// The pool, created at first use, and the process that created it: in a forked child its threads do not exist.
 static POOL: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
@@ -35,7 +36,8 @@ pub(crate) fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
 }
 
 /// Does `work` on each item: in this thread, and in as many more as there are permits. A thread holds its permit while it works.
-/// Permits are asked for before each item of this thread. Other than in the pool, `work` may wait, for a disk or for a device.
+/// Permits are asked for before each item of this thread. Reads of
+/// all these threads end when those of this one [would](interrupt). Other than in the pool, `work` may wait, for a disk or for a device.
 ///
 /// # Errors
 /// One that `work` returned; then items that no thread has begun with are dropped.
@@ -51,8 +53,10 @@ pub(crate) fn work_through<T: Send, P: Send, E: Send>(
         std::mem::forget(unfinished);
         Ok(())
     };
+    let check = interrupt::current();
     let help = |permit: P| {
-        let outcome = std::iter::from_fn(|| rest.lock().next()).try_for_each(&begin);
+        let work = || std::iter::from_fn(|| rest.lock().next()).try_for_each(&begin);
+        let outcome = interrupt::interruptible_by(check.clone(), work);
         drop(permit);
         outcome
     };

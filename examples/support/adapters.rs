@@ -8,11 +8,12 @@ use tensor_offload::adapter::RotaryRows;
 use tensor_offload::{Adapter, Checkpoint, DType, Error, Matching, Result, ScalePolicy, Weights};
 
 use super::casts::CastOptions;
+use super::places::{Places, is_url};
 
 /// Which adapters are applied, and how.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdapterOptions {
-    /// An adapter, as PATH[:STRENGTH]: a safetensors or GGUF file, or a folder of PEFT's or mlx-lm's; applied in the order given. What is the path of a
+    /// An adapter, as PATH[:STRENGTH]: a safetensors or GGUF file, or a folder of PEFT's or mlx-lm's, or its URL; applied in the order given. What is the path of a
     /// file as a whole is that file
     #[arg(long = "adapter", value_name = "PATH[:STRENGTH]")]
     pub(crate) adapters: Vec<OsString>,
@@ -53,9 +54,10 @@ enum ScalesOption {
 }
 
 impl AdapterOptions {
-    /// The checkpoint with these adapters.
-    pub(crate) fn apply_to(&self, checkpoint: Checkpoint) -> Result<Weights> {
-        let adapters = self.open()?;
+    /// The checkpoint at a path or URL with these adapters.
+    pub(crate) fn apply_to(&self, places: &Places, model: impl AsRef<Path>) -> Result<Weights> {
+        let checkpoint = places.checkpoint(model)?;
+        let adapters = self.open(places)?;
         self.merge(checkpoint, adapters)
     }
 
@@ -81,10 +83,10 @@ impl AdapterOptions {
     }
 
     /// The adapters, read.
-    fn open(&self) -> Result<Vec<Adapter>> {
+    fn open(&self, places: &Places) -> Result<Vec<Adapter>> {
         let open = |text: &OsString| {
             let (path, strength) = split(text)?;
-            Adapter::open(path, strength)
+            places.adapter(path, strength)
         };
         self.adapters.iter().map(open).collect()
     }
@@ -109,6 +111,11 @@ fn split(text: &OsStr) -> Result<(OsString, f32)> {
     }
     let Some((path, strength)) = split_at_colon(text) else { return Ok((text.to_owned(), 1.0)) };
     let (whole, shown) = (text.display(), strength.display());
+    // The colon of `s3://`, or of a port.
+    let in_url = text.to_str().is_some_and(is_url);
+    if in_url && strength.to_str().is_some_and(|rest| rest.contains('/')) {
+        return Ok((text.to_owned(), 1.0));
+    }
     match strength.to_str().and_then(|strength| strength.trim().parse::<f32>().ok()) {
         Some(strength) if strength.is_finite() => Ok((path, strength)),
         Some(strength) => Err(invalid(format!("a strength of {strength} in `{whole}`"))),

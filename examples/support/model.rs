@@ -4,10 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{ByteSize, Checkpoint, Error, Result, Weights};
+use tensor_offload::{ByteSize, Error, Result, Weights};
 
 use super::casts::CastOptions;
 use super::options::CompressOption;
+use super::places::Places;
 
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
@@ -30,7 +31,7 @@ impl ModelOptions {
     pub(crate) fn layout(&self) -> Result<Layout> {
         match (&self.blocks, &self.model) {
             (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),
-            (None, Some(model)) => Ok(Checkpoint::open(model)?.layout().clone()),
+            (None, Some(model)) => Ok(Places::default().checkpoint(model)?.layout().clone()),
             (None, None) => Err(invalid("name a model or give --blocks")),
         }
     }
@@ -40,7 +41,7 @@ impl ModelOptions {
     pub(crate) fn compressed(&self) -> Result<(Layout, String)> {
         match &self.model {
             Some(model) => {
-                let weights = Weights::new(Checkpoint::open(model)?).compress()?;
+                let weights = Weights::new(Places::default().checkpoint(model)?).compress()?;
                 Ok((weights.layout().clone(), "compressed".to_owned()))
             }
             None => Ok((self.layout()?.assume_compressed(BF16_RATIO), format!("compressed to {BF16_RATIO} (bf16)"))),
@@ -53,7 +54,7 @@ impl ModelOptions {
             _ if casts.casts.is_empty() && codes.any() => Ok(self.compressed()?.0),
             _ if casts.casts.is_empty() => self.layout(),
             Some(model) => {
-                let weights = casts.apply(Checkpoint::open(model)?.into())?;
+                let weights = casts.apply(Places::default().checkpoint(model)?.into())?;
                 Ok(codes.apply(weights)?.layout().clone())
             }
             None => Err(invalid("--cast takes a model of tensors, and --blocks makes none")),

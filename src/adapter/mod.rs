@@ -22,19 +22,18 @@ mod weights;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::{
-    Checkpoint, Gguf, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
+    Checkpoint, Gguf, Looked, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
 };
 use crate::dtype::DType;
 use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
 use crate::patch::{Matrix, Origin, Scaling};
+use crate::transfer::{LocalFiles, Storage};
 use config::{Config, Metadata, PeftConfig};
 use names::keys::{self, Key, Part};
 use names::pattern::Pattern;
@@ -98,39 +97,46 @@ impl Adapter {
     /// in one role, or a configuration that is not understood; [`Error::File`] and
     /// [`Error::Io`] as [`Checkpoint::open`].
     pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
-        let path = path.as_ref();
-        if path.is_dir() {
-            return Adapter::open_folder(&model_folder(path)?, strength);
+        Adapter::open_in(&LocalFiles, path, strength)
+    }
+
+    /// As [`open`](Adapter::open), of a path in any [storage](Storage): an object store, for example.
+    ///
+    /// # Errors
+    /// As [`open`](Adapter::open), and those of the storage and of its sources.
+    pub fn open_in(storage: &dyn Storage, path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
+        let (look, path) = (&Looked::at(storage), path.as_ref());
+        if look.is_folder(path) {
+            return Adapter::open_folder(look, &model_folder(look, path)?, strength);
         }
-        let folder = path.parent().filter(|folder| folder.join(CONFIG_FILE).is_file());
+        let folder = path.parent().filter(|folder| look.is_file(&folder.join(CONFIG_FILE)));
         let named = path.file_name().is_some_and(|name| WEIGHTS_FILES.iter().any(|file| name == *file));
         if let Some(folder) = folder.filter(|_| named) {
-            return Adapter::open_folder(folder, strength);
+            return Adapter::open_folder(look, folder, strength);
         }
-        let weights = Checkpoint::open(path)?;
+        let weights = Checkpoint::open_looking(look, path)?;
         let of_peft = weights.layout().tensors().iter().any(|tensor| tensor.name.starts_with(PEFT_PREFIX));
-        let belongs = |folder: &&Path| of_peft || is_alone(folder);
-        let config = folder.filter(belongs).map(read_config).transpose()?;
+        let belongs = |folder: &&Path| of_peft || is_alone(look, folder);
+        let config = folder.filter(belongs).map(|folder| read_config(look, folder)).transpose()?;
         Adapter::assemble(weights, path, config, strength)
     }
 
-    fn open_folder(folder: &Path, strength: f32) -> Result<Adapter> {
-        // A link that leads nowhere is there.
-        let config = fs::symlink_metadata(folder.join(CONFIG_FILE));
-        if config.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            let inside = match weights_in(folder) {
+    fn open_folder(look: &Looked<'_>, folder: &Path, strength: f32) -> Result<Adapter> {
+        if matches!(look.kind(&folder.join(CONFIG_FILE)), Ok(None)) {
+            let inside = match weights_in(look, folder) {
                 weights if weights.is_empty() => String::new(),
                 weights => format!("; what has weights in it is opened by its own path: {}", weights.join(", ")),
             };
             let reason = format!("the folder does not hold it{inside}");
             return Err(Error::adapter(folder, None, AdapterFault::Config { reason }));
         }
-        if let Some(error) = lacks_weights(folder) {
+        if let Some(error) = lacks_weights(look, folder) {
             return Err(error);
         }
-        let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| file.is_file());
-        let config = read_config(folder)?;
-        Adapter::assemble(Checkpoint::open(weights.as_deref().unwrap_or(folder))?, folder, Some(config), strength)
+        let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| look.is_file(file));
+        let config = read_config(look, folder)?;
+        let weights = Checkpoint::open_looking(look, weights.as_deref().unwrap_or(folder))?;
+        Adapter::assemble(weights, folder, Some(config), strength)
     }
 
     /// An adapter from an open file, without configuration.
@@ -409,17 +415,17 @@ impl Modules {
     }
 }
 
-fn read_config(folder: &Path) -> Result<Config> {
+fn read_config(look: &Looked<'_>, folder: &Path) -> Result<Config> {
     let bad = |reason| Error::adapter(folder, None, AdapterFault::Config { reason });
-    let text = read_text(&folder.join(CONFIG_FILE), bad)?;
+    let text = read_text(look, &folder.join(CONFIG_FILE), bad)?;
     Config::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))
 }
 
 /// Whether a folder holds one safetensors file, so that its configuration is for that.
-fn is_alone(folder: &Path) -> bool {
-    let Ok(entries) = fs::read_dir(folder) else { return false };
+fn is_alone(look: &Looked<'_>, folder: &Path) -> bool {
+    let Ok(entries) = look.list(folder) else { return false };
     let weights = |path: &Path| path.extension().is_some_and(|end| end.eq_ignore_ascii_case("safetensors"));
-    entries.flatten().filter(|entry| weights(&entry.path())).count() == 1
+    entries.iter().filter(|entry| weights(&entry.name)).count() == 1
 }
 
 /// One tensor of an adapter, converted to f32. It has at least one value, and all values are finite.

@@ -1,8 +1,6 @@
 //! The files that make up a checkpoint.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -10,13 +8,14 @@ use serde::Deserialize;
 use super::compressed::dfloat11::DFloat11;
 use super::folder;
 use super::gguf::one_set;
-use super::header::Header;
 use super::hub::model_folder;
 use super::json::Entries;
+use super::looked::Looked;
+use super::opened::Opened;
 use super::quantised::Stated;
 use super::text::read_json;
 use crate::error::{Error, FileFault, GgufFault, Result};
-use crate::transfer::open_error;
+use crate::transfer::PathKind;
 
 /// The files of a checkpoint.
 #[derive(Debug)]
@@ -30,44 +29,44 @@ pub(super) struct FileSet {
 
 impl FileSet {
     /// The files that `path` stands for: a file, an index, or a folder.
-    pub(super) fn at(path: &Path) -> Result<FileSet> {
-        let set = FileSet::find(path)?;
-        let unfinished = |file: &PathBuf| Some(Error::file(file, None, folder::noted_unfinished(file)?));
+    pub(super) fn at(look: &Looked<'_>, path: &Path) -> Result<FileSet> {
+        let set = FileSet::find(look, path)?;
+        let unfinished = |file: &PathBuf| Some(Error::file(file, None, folder::noted_unfinished(look, file)?));
         set.files.iter().find_map(unfinished).map_or(Ok(set), Err)
     }
 
-    fn find(path: &Path) -> Result<FileSet> {
-        if fs::metadata(path).map_err(open_error(path))?.is_dir() {
-            return FileSet::of_folder(path);
+    fn find(look: &Looked<'_>, path: &Path) -> Result<FileSet> {
+        if look.kind_of_existing(path)? == PathKind::Folder {
+            return FileSet::of_folder(look, path);
         }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
-            let all = if folder::ends(path, folder::INDEX) { FileSet::of_groups(&folder)? } else { None };
-            return all.map_or_else(|| FileSet::of_index(folder, path), Ok);
+            let all = if folder::ends(path, folder::INDEX) { FileSet::of_groups(look, &folder)? } else { None };
+            return all.map_or_else(|| FileSet::of_index(look, folder, path), Ok);
         }
         Ok(FileSet { folder, files: vec![path.to_owned()], index: None })
     }
 
-    fn of_folder(folder: &Path) -> Result<FileSet> {
-        let folder = &model_folder(folder)?;
-        let names = folder::files(folder)?;
+    fn of_folder(look: &Looked<'_>, folder: &Path) -> Result<FileSet> {
+        let folder = &model_folder(look, folder)?;
+        let names = folder::files(look, folder)?;
         let ending = |end: &str| -> Vec<&PathBuf> { names.iter().filter(|name| folder::ends(name, end)).collect() };
         let refuse = |fault| Err(Error::file(folder, None, fault));
         let listed = |names: &[&PathBuf]| names.iter().map(|name| name.display().to_string()).collect();
         if ending(folder::SAFETENSORS).len() > 1
-            && let Some(set) = FileSet::of_groups(folder)?
+            && let Some(set) = FileSet::of_groups(look, folder)?
         {
             return Ok(set);
         }
         match ending(folder::INDEX).as_slice() {
             [] => {}
-            [index] => return FileSet::of_index(folder.to_owned(), &folder.join(index)),
+            [index] => return FileSet::of_index(look, folder.to_owned(), &folder.join(index)),
             several => return refuse(FileFault::SeveralIndexes { files: listed(several) }),
         }
         match ending(folder::SAFETENSORS).as_slice() {
             [file] => Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(file)], index: None }),
             [] => match ending(folder::GGUF).as_slice() {
-                [] => Err(folder::no_safetensors(folder, &names)),
+                [] => Err(folder::no_safetensors(look, folder, &names)),
                 // Any file of a set leads to the others.
                 files if files.len() == 1 || one_set(files) => {
                     Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(files[0])], index: None })
@@ -75,7 +74,7 @@ impl FileSet {
                 several => refuse(GgufFault::SeveralFiles { files: listed(several) }.into()),
             },
             several => {
-                let pipeline = folder::pipeline(folder, &names);
+                let pipeline = folder::pipeline(look, folder, &names);
                 refuse(pipeline.unwrap_or_else(|| FileFault::NoIndex { files: listed(several) }))
             }
         }
@@ -83,26 +82,22 @@ impl FileSet {
 
     /// All safetensors files of a folder whose `config.json` says that weights are in DFloat11's form; `None` if it does not. Each
     /// group is in a file of its own, and an index, if there is one, names only what is in none.
-    fn of_groups(folder: &Path) -> Result<Option<FileSet>> {
-        if DFloat11::of(folder)?.is_none() {
+    fn of_groups(look: &Looked<'_>, folder: &Path) -> Result<Option<FileSet>> {
+        if DFloat11::of(look, folder)?.is_none() {
             return Ok(None);
         }
-        let names = folder::files(folder)?.into_iter().filter(|name| folder::ends(name, folder::SAFETENSORS));
+        let names = folder::files(look, folder)?.into_iter().filter(|name| folder::ends(name, folder::SAFETENSORS));
         let files = names.map(|name| folder.join(name)).collect();
         Ok(Some(FileSet { folder: folder.to_owned(), files, index: None }))
     }
 
-    fn of_index(folder: PathBuf, path: &Path) -> Result<FileSet> {
-        let index = Index::read(path)?;
+    fn of_index(look: &Looked<'_>, folder: PathBuf, path: &Path) -> Result<FileSet> {
+        let index = Index::read(look, path)?;
         let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
         let mut missing = Vec::new();
         for (shard, file) in index.shards.keys().zip(&files) {
-            match fs::metadata(file).map_err(open_error(file)) {
-                Ok(_) => {}
-                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                    missing.push(shard.clone());
-                }
-                Err(error) => return Err(error),
+            if look.kind(file)?.is_none() {
+                missing.push(shard.clone());
             }
         }
         if !missing.is_empty() {
@@ -113,16 +108,16 @@ impl FileSet {
 
     /// Keeps the tensors of each file that the index lists for it, and fails if one is missing. Without an index all tensors
     /// are kept, and none may be in two files.
-    pub(super) fn select(&self, headers: &mut [Header]) -> Result<()> {
+    pub(super) fn select(&self, opened: &mut [Opened]) -> Result<()> {
         let Some(index) = &self.index else {
             let mut seen = HashSet::new();
-            let twice = self.files.iter().zip(&*headers).find_map(|(file, header)| {
+            let twice = self.files.iter().zip(&*opened).find_map(|(file, (_, header))| {
                 let twice = header.tensors.iter().find(|tensor| !seen.insert(tensor.name.as_str()))?;
                 Some(Error::file(file, Some(&twice.name), FileFault::DuplicateKey))
             });
             return twice.map_or(Ok(()), Err);
         };
-        for ((shard, names), header) in index.shards.iter().zip(headers) {
+        for ((shard, names), (_, header)) in index.shards.iter().zip(opened) {
             header.tensors.retain(|t| names.binary_search(&t.name).is_ok());
             if header.tensors.len() == names.len() {
                 continue;
@@ -144,14 +139,14 @@ struct Index {
 }
 
 impl Index {
-    fn read(path: &Path) -> Result<Index> {
+    fn read(look: &Looked<'_>, path: &Path) -> Result<Index> {
         #[derive(Deserialize)]
         struct Fields {
             weight_map: Entries<String>,
         }
 
         let bad = |reason| FileFault::BadIndex { reason };
-        let fields: Fields = read_json(path, bad)?;
+        let fields: Fields = read_json(look, path, bad)?;
         if let Some(name) = fields.weight_map.repeated() {
             return Err(Error::file(path, Some(name), FileFault::DuplicateKey));
         }
@@ -178,7 +173,7 @@ fn leaves_folder(entry: &str) -> bool {
 }
 
 /// What `config.json` in the folder says of the head and the embedding; [`Tied::No`] without the file.
-pub(super) fn tied_embeddings(folder: &Path) -> Result<Tied> {
+pub(super) fn tied_embeddings(look: &Looked<'_>, folder: &Path) -> Result<Tied> {
     #[derive(Deserialize)]
     struct Config {
         architectures: Option<Vec<String>>,
@@ -191,12 +186,10 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<Tied> {
     }
 
     let path = folder.join("config.json");
-    // A link that leads nowhere is there.
-    match fs::symlink_metadata(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Tied::No),
-        found => found.map_err(Error::io("open", &path))?,
-    };
-    let config: Config = read_json(&path, |reason| FileFault::BadConfig { reason })?;
+    if look.kind(&path)?.is_none() {
+        return Ok(Tied::No);
+    }
+    let config: Config = read_json(look, &path, |reason| FileFault::BadConfig { reason })?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
     let has_head = |name: &String| HEADED.iter().any(|end| name.ends_with(end));
     Ok(match config.tie_word_embeddings.or(nested) {
@@ -221,10 +214,10 @@ pub(super) enum Tied {
 const HEADED: [&str; 3] = ["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"];
 
 /// What `config.json` in the folder says of quantised weights; nothing without the file.
-pub(super) fn quantisation(folder: &Path) -> Result<Stated> {
+pub(super) fn quantisation(look: &Looked<'_>, folder: &Path) -> Result<Stated> {
     let path = folder.join("config.json");
-    if !fs::exists(&path).map_err(Error::io("open", &path))? {
+    if look.kind(&path)?.is_none() {
         return Ok(Stated::default());
     }
-    read_json(&path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))
+    read_json(look, &path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))
 }

@@ -5,7 +5,8 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::folder::{INDEX, SAFETENSORS, ends, entries, files, sub_folders};
+use super::folder::{INDEX, SAFETENSORS, ends, files, sub_folders};
+use super::looked::Looked;
 use super::text::read_text;
 use crate::error::{Error, FileFault, Result};
 
@@ -18,22 +19,22 @@ const MODEL: &str = "models--";
 /// # Errors
 /// [`Error::File`] with [`FileFault::SeveralModels`] when there are several models, or several snapshots and no `refs/main`
 /// that names one of them; [`FileFault::NoWeights`] or [`FileFault::Unfinished`] without a snapshot.
-pub(crate) fn model_folder(folder: &Path) -> Result<PathBuf> {
+pub(crate) fn model_folder(look: &Looked<'_>, folder: &Path) -> Result<PathBuf> {
     // A folder with weights of its own is no cache, whatever else is in it.
-    if files(folder)?.iter().any(|name| ends(name, SAFETENSORS) || ends(name, INDEX)) {
+    if files(look, folder)?.iter().any(|name| ends(name, SAFETENSORS) || ends(name, INDEX)) {
         return Ok(folder.to_owned());
     }
-    if is_model(folder) {
-        return snapshot(folder);
+    if is_model(look, folder) {
+        return snapshot(look, folder);
     }
     let Some((cache, models)) = [folder.to_owned(), folder.join("hub")].into_iter().find_map(|cache| {
-        let models = models_in(&cache);
+        let models = models_in(look, &cache);
         (!models.is_empty()).then_some((cache, models))
     }) else {
         return Ok(folder.to_owned());
     };
     match models.as_slice() {
-        [model] => snapshot(&cache.join(model)),
+        [model] => snapshot(look, &cache.join(model)),
         _ => {
             let what = "a cache of several models of the Hugging Face hub";
             Err(several(&cache, what, &models))
@@ -42,26 +43,26 @@ pub(crate) fn model_folder(folder: &Path) -> Result<PathBuf> {
 }
 
 /// Whether this is the folder of a model in a cache.
-fn is_model(folder: &Path) -> bool {
+fn is_model(look: &Looked<'_>, folder: &Path) -> bool {
     let named = || folder.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(MODEL.as_bytes()));
-    let has = |name: &str| folder.join(name).is_dir();
+    let has = |name: &str| look.is_folder(&folder.join(name));
     has("snapshots") && (has("blobs") || has("refs") || named())
 }
 
 /// The folders of models in a cache, in order of name. None in a folder that cannot be listed: there may be none such.
-fn models_in(cache: &Path) -> Vec<PathBuf> {
-    let names = sub_folders(cache).unwrap_or_default().into_iter();
+fn models_in(look: &Looked<'_>, cache: &Path) -> Vec<PathBuf> {
+    let names = sub_folders(look, cache).unwrap_or_default().into_iter();
     let model = |name: &PathBuf| name.as_os_str().as_encoded_bytes().starts_with(MODEL.as_bytes());
-    names.filter(|name| model(name) && is_model(&cache.join(name))).collect()
+    names.filter(|name| model(name) && is_model(look, &cache.join(name))).collect()
 }
 
 /// The folder of the snapshot that `refs/main` names; without that file, of the only one.
-fn snapshot(model: &Path) -> Result<PathBuf> {
+fn snapshot(look: &Looked<'_>, model: &Path) -> Result<PathBuf> {
     let folder = model.join("snapshots");
-    let snapshots = sub_folders(&folder)?;
+    let snapshots = sub_folders(look, &folder)?;
     let main = model.join("refs").join("main");
-    let named = match main.is_file() {
-        true => Some(read_text(&main, |reason| Error::file(&main, None, FileFault::BadConfig { reason }))?),
+    let named = match look.is_file(&main) {
+        true => Some(read_text(look, &main, |reason| Error::file(&main, None, FileFault::BadConfig { reason }))?),
         false => None,
     };
     let is = |name: &str, snapshot: &Path| {
@@ -86,13 +87,13 @@ fn snapshot(model: &Path) -> Result<PathBuf> {
             let names: Vec<PathBuf> = snapshots.iter().map(|name| Path::new("snapshots").join(name)).collect();
             Err(several(model, what, &names))
         }
-        (None, true) => Err(Error::file(model, None, unfinished(model).unwrap_or(FileFault::NoWeights))),
+        (None, true) => Err(Error::file(model, None, unfinished(look, model).unwrap_or(FileFault::NoWeights))),
     }
 }
 
 /// The downloads into a model's folder that have not finished, if there are any.
-pub(super) fn unfinished(model: &Path) -> Option<FileFault> {
-    let names = entries(&model.join("blobs")).ok()?;
+pub(super) fn unfinished(look: &Looked<'_>, model: &Path) -> Option<FileFault> {
+    let names = files(look, &model.join("blobs")).ok()?;
     let part = |name: &&PathBuf| name.extension().is_some_and(|end| end == "incomplete");
     let files: Vec<String> = names.iter().filter(part).map(|name| format!("blobs/{}", name.display())).collect();
     (!files.is_empty()).then_some(FileFault::Unfinished { files })

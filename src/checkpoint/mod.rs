@@ -12,7 +12,9 @@ mod hub;
 mod id;
 mod json;
 mod layout;
+mod looked;
 mod names;
+mod opened;
 mod pattern;
 mod quantised;
 mod temporary;
@@ -27,13 +29,14 @@ use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
 use crate::lossless::Info;
-use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
+use crate::transfer::{LocalFiles, MemorySource, ReadPart, Source, Storage};
 pub(crate) use compressed::CompressedSource;
 use compressed::Sizes;
 use compressed::dfloat11::Beside;
 use files::{FileSet, Tied};
 use gguf::GgufHeader;
 use header::Header;
+use opened::{Open, Opened};
 
 pub use compressed::{CompressedReport, write_compressed};
 pub use execution::OrderSource;
@@ -44,6 +47,7 @@ pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub(crate) use layout::{FactorShapes, Stored};
 pub use layout::{Factors, Layer, Layout, Module, TensorInfo};
+pub(crate) use looked::Looked;
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
 pub(crate) use pattern::Pattern;
 pub(crate) use quantised::{Coded, Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
@@ -113,7 +117,21 @@ impl Checkpoint {
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;
     /// [`Error::Io`] when the system refuses.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint> {
-        Checkpoint::open_with(path, |file| Ok(Arc::new(FileSource::open(file)?)))
+        Checkpoint::open_in(&LocalFiles, path)
+    }
+
+    /// As [`open`](Checkpoint::open), of a path in any [storage](Storage): an object store, for example. The headers of several files
+    /// are read [at the same time](Storage::concurrency).
+    ///
+    /// # Errors
+    /// As [`open`](Checkpoint::open), and those of the storage and of its sources.
+    pub fn open_in(storage: &dyn Storage, path: impl AsRef<Path>) -> Result<Checkpoint> {
+        Checkpoint::open_looking(&Looked::at(storage), path.as_ref())
+    }
+
+    /// As [`open_in`](Checkpoint::open_in), with what is known of the storage.
+    pub(crate) fn open_looking(look: &Looked<'_>, path: &Path) -> Result<Checkpoint> {
+        Checkpoint::open_by(look, path, &mut |files| opened::of(look.storage(), files))
     }
 
     /// As [`open`](Checkpoint::open), with the weights' files opened by the caller: mapped, for example.
@@ -124,25 +142,26 @@ impl Checkpoint {
         path: impl AsRef<Path>,
         mut open_file: impl FnMut(&Path) -> Result<Arc<dyn Source>>,
     ) -> Result<Checkpoint> {
-        let path = path.as_ref();
-        let set = FileSet::at(path)?;
-        let beside = Beside::files_in(&set.folder);
-        let (mut sources, mut headers) = (Vec::new(), Vec::new());
-        for file in &set.files {
-            let (source, header) = read(open_file(file)?, sources.len(), &beside)?;
-            headers.push(header);
-            sources.push(source);
-        }
-        set.select(&mut headers)?;
+        let look = Looked::at(&LocalFiles);
+        Checkpoint::open_by(&look, path.as_ref(), &mut |files| opened::each(files, &mut open_file))
+    }
+
+    fn open_by(look: &Looked<'_>, path: &Path, open: Open<'_>) -> Result<Checkpoint> {
+        let set = FileSet::at(look, path)?;
+        let beside = Beside::files_in(look, &set.folder);
+        let files = open(set.files.iter().cloned().enumerate().collect())?;
+        let of_weights = |(source, header)| compressed::decompressed(source, header, &beside);
+        let mut files = files.into_iter().map(of_weights).collect::<Result<Vec<Opened>>>()?;
+        set.select(&mut files)?;
         if let [file] = &set.files[..] {
-            gguf::complete(file, &mut sources, &mut headers, open_file)?;
+            gguf::complete(look, file, &mut files, open)?;
         }
         // GGUF files say all of this themselves.
-        let (tied, stated) = match headers.iter().all(|header| header.gguf.is_some()) {
+        let (tied, stated) = match files.iter().all(|(_, header)| header.gguf.is_some()) {
             true => Default::default(),
-            false => (files::tied_embeddings(&set.folder)?, files::quantisation(&set.folder)?),
+            false => (files::tied_embeddings(look, &set.folder)?, files::quantisation(look, &set.folder)?),
         };
-        Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied, stated))
+        Ok(Checkpoint::assemble(path.to_owned(), files, tied, stated))
     }
 
     /// Opens a safetensors or GGUF file in memory, called `name` in errors.
@@ -150,22 +169,19 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] with the tensor if one is to blame, and the fault.
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
-        let (source, header) = read(Arc::new(MemorySource::new(name, bytes)), 0, &Beside::default())?;
+        let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
+        let header = Header::read(&*source, 0)?;
+        let (source, header) = compressed::decompressed(source, header, &Beside::default())?;
         gguf::alone(source.path(), &header)?;
         let (tied, stated) = Default::default();
-        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], tied, stated))
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![(source, header)], tied, stated))
     }
 
-    fn assemble(
-        path: PathBuf,
-        sources: Vec<Arc<dyn Source>>,
-        headers: Vec<Header>,
-        tied: Tied,
-        stated: Stated,
-    ) -> Checkpoint {
+    fn assemble(path: PathBuf, opened: Vec<Opened>, tied: Tied, stated: Stated) -> Checkpoint {
         let (mut tensors, mut metadata, mut gguf, mut compressed) = (Vec::new(), None, Vec::new(), Sizes::new());
-        let mut stored = Vec::new();
-        for header in headers {
+        let (mut sources, mut stored) = (Vec::new(), Vec::new());
+        for (source, header) in opened {
+            sources.push(source);
             stored.push(header.stored);
             metadata.get_or_insert(header.metadata);
             gguf.push(header.gguf);
@@ -332,7 +348,12 @@ impl Checkpoint {
             Read::Weights => &self.0.sources[file],
             Read::Stored => self.stored(file).ok_or_else(|| Error::bug("a file without codes, read for them"))?.file(),
         };
-        let Err(error) = source.read_parts(parts) else { return Ok(()) };
+        let error = match source.read_parts(parts) {
+            // Of a source far away a second read may take long, and fail otherwise.
+            Err(error) if source.concurrency() > 1 => return Err(error),
+            Err(error) => error,
+            Ok(()) => return Ok(()),
+        };
         // Read again one by one, the part that fails tells its tensor. If none does, all bytes have been read.
         for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
             source.read_at(part.at, part.dst).map_err(|error| self.named(error, file, read, part.at))?;
@@ -417,12 +438,6 @@ impl fmt::Debug for Checkpoint {
         let mut debug = f.debug_struct("Checkpoint");
         debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors().len()).finish_non_exhaustive()
     }
-}
-
-/// Reads the header of file number `number`. The source returned is that of its tensors.
-fn read(source: Arc<dyn Source>, number: usize, beside: &Beside) -> Result<(Arc<dyn Source>, Header)> {
-    let header = Header::read(&*source, number)?;
-    compressed::decompressed(source, header, beside)
 }
 
 /// How a file with codes holds a tensor.

@@ -6,8 +6,8 @@ use serde::de::DeserializeOwned;
 
 use super::format::other_format;
 use super::header::HEADER_LIMIT;
+use super::looked::Looked;
 use crate::error::{Error, FileFault, Result};
-use crate::transfer::{FileSource, Source};
 
 /// The mark at the beginning of a text in UTF-8, which some editors write.
 pub(super) const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -15,9 +15,9 @@ pub(super) const MARK: &[u8] = b"\xef\xbb\xbf";
 /// Reads a file of UTF-8 text, without the byte order mark. `refuse` makes the error of a file that is none.
 ///
 /// # Errors
-/// [`Error::Io`] and [`Error::File`] as [`FileSource`]; those of `refuse`.
-pub(crate) fn read_text(path: &Path, refuse: impl Fn(String) -> Error) -> Result<String> {
-    let source = FileSource::open(path)?;
+/// [`Error::Io`] and [`Error::File`] as of the storage and its sources; those of `refuse`.
+pub(crate) fn read_text(look: &Looked<'_>, path: &Path, refuse: impl Fn(String) -> Error) -> Result<String> {
+    let source = look.open(path)?;
     let len = source.stamp().len();
     if len > HEADER_LIMIT {
         return Err(refuse(format!("it is {len} bytes long, the limit is {HEADER_LIMIT}")));
@@ -27,7 +27,7 @@ pub(crate) fn read_text(path: &Path, refuse: impl Fn(String) -> Error) -> Result
     if let Some(encoding) = other_encoding(&bytes) {
         return Err(refuse(format!("it is encoded in {encoding}; save it as UTF-8")));
     }
-    match other_format(&source) {
+    match other_format(&*source) {
         // JSON is what such a file should be, and of other text its parser tells what it met.
         None | Some(FileFault::Text { kind: "JSON text" | "text", .. }) => {}
         Some(fault) => return Err(Error::file(path, None, fault)),
@@ -39,9 +39,13 @@ pub(crate) fn read_text(path: &Path, refuse: impl Fn(String) -> Error) -> Result
 }
 
 /// Reads a JSON file; `bad` makes the fault of an invalid one.
-pub(super) fn read_json<T: DeserializeOwned>(path: &Path, bad: impl Fn(String) -> FileFault) -> Result<T> {
+pub(super) fn read_json<T: DeserializeOwned>(
+    look: &Looked<'_>,
+    path: &Path,
+    bad: impl Fn(String) -> FileFault,
+) -> Result<T> {
     let refuse = |reason| Error::file(path, None, bad(reason));
-    let text = read_text(path, refuse)?;
+    let text = read_text(look, path, refuse)?;
     serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
 }
 

@@ -17,6 +17,7 @@ use crate::patch::ScalePolicy;
 use crate::plan::{Plan, Planner};
 use crate::registry::Registry;
 use crate::rounding::Rounding;
+use crate::transfer::Storage;
 
 /// A model to load: its files, the adapters to merge, and where it will live. [`Model::open`] makes one.
 ///
@@ -72,6 +73,14 @@ impl Model {
     /// As [`Checkpoint::open`].
     pub fn open(path: impl AsRef<Path>) -> Result<ModelBuilder> {
         Ok(ModelBuilder::new(Checkpoint::open(path)?))
+    }
+
+    /// As [`open`](Model::open), of a path in any [storage](Storage).
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open_in`].
+    pub fn open_in(storage: &dyn Storage, path: impl AsRef<Path>) -> Result<ModelBuilder> {
+        Ok(ModelBuilder::new(Checkpoint::open_in(storage, path)?))
     }
 }
 

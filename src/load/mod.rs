@@ -73,7 +73,8 @@ use crate::registry::Registry;
 #[derive(Debug)]
 pub struct Loader<'a> {
     registry: &'a Registry,
-    workers: usize,
+    /// `None` for as many as there are cores, or as the files take well.
+    workers: Option<usize>,
     deadline: Duration,
     progress: Option<&'a dyn Progress>,
     cancel: Cancel,
@@ -82,9 +83,9 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// A loader with one worker per core (at most 8). Its deadline for a copy is that of the [limits](Registry::limits).
+    /// A loader with one worker per core (at most 8), or more for files far away. Its deadline for a copy is that of the [limits](Registry::limits).
     pub fn new(registry: &'a Registry) -> Loader<'a> {
-        let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
+        let workers = None;
         let (deadline, allocators) = (registry.limits().work, Allocators::default());
         let (progress, cancel, host_cache) = (None, Cancel::new(), ByteSize(0));
         Loader { registry, workers, deadline, progress, cancel, allocators, host_cache }
@@ -94,7 +95,7 @@ impl<'a> Loader<'a> {
     /// them, which wait for the disk, and a load that [compresses](crate::Weights::compress) has as many threads again.
     #[must_use]
     pub fn workers(mut self, workers: usize) -> Loader<'a> {
-        self.workers = workers.max(1);
+        self.workers = Some(workers.max(1));
         self
     }
 
@@ -154,6 +155,15 @@ impl<'a> Loader<'a> {
     pub fn host_cache(mut self, most: ByteSize) -> Loader<'a> {
         self.host_cache = most;
         self
+    }
+
+    /// The number of threads that read `weights` and patch.
+    fn workers_for(&self, weights: Option<&Weights>) -> usize {
+        self.workers.unwrap_or_else(|| {
+            let cores = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
+            let sources = weights.map_or(&[][..], |weights| weights.checkpoint().sources());
+            sources.iter().map(|source| source.concurrency()).fold(cores, usize::max)
+        })
     }
 
     /// This loader with `others` for devices that have no allocator.

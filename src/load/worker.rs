@@ -35,6 +35,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
+use crate::interrupt::interruptible;
 use crate::limits::STAGING_BYTES;
 use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
@@ -73,7 +74,7 @@ pub(super) struct Job<'a> {
     next: AtomicUsize,
     /// As many as there are workers. One that has nothing to do has no place, and another has help in its place.
     pub(super) places: Permits,
-    done: AtomicU64,
+    done: Arc<AtomicU64>,
     read: AtomicU64,
     in_files: AtomicU64,
     shared: AtomicU64,
@@ -83,7 +84,7 @@ pub(super) struct Job<'a> {
     /// By tensor, so that the order of the sum is not that of the workers.
     requantised: Mutex<BTreeMap<TensorId, Requantised>>,
     pub(super) encoding: Encoding,
-    stop: AtomicBool,
+    stop: Arc<AtomicBool>,
 }
 
 /// The most bytes of a staging buffer on the way to a disk alone.
@@ -127,7 +128,8 @@ impl<'a> Job<'a> {
         let only_disks = reservation.devices().filter(away).all(|device| device.id().kind() == DeviceKind::Disk);
         let most = if only_disks { DISK_PIECE } else { u64::MAX };
         let largest = usize::try_from(largest.unwrap_or(0).min(most)).unwrap_or(usize::MAX);
-        let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
+        let workers = loader.workers_for(weights);
+        let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, workers.saturating_add(1));
         Ok(Job {
             weights,
             layout,
@@ -144,10 +146,10 @@ impl<'a> Job<'a> {
             host,
             ways: weights.map_or_else(Vec::new, ways),
             _buffers: Kept::new(),
-            turns: turns(layout, plan, reuse, loader.workers),
+            turns: turns(layout, plan, reuse, workers),
             next: AtomicUsize::new(0),
-            places: Permits::new(loader.workers),
-            done: AtomicU64::new(0),
+            places: Permits::new(workers),
+            done: Arc::default(),
             read: AtomicU64::new(0),
             in_files: AtomicU64::new(0),
             shared: AtomicU64::new(0),
@@ -155,8 +157,8 @@ impl<'a> Job<'a> {
             patched: AtomicUsize::new(0),
             saturated: AtomicU64::new(0),
             requantised: Mutex::default(),
-            encoding: Encoding::new(loader.workers),
-            stop: AtomicBool::new(false),
+            encoding: Encoding::new(workers),
+            stop: Arc::default(),
         })
     }
 
@@ -168,10 +170,12 @@ impl<'a> Job<'a> {
         let reservation = Mutex::new(reservation);
         let failure = Mutex::new(None);
         let work = &|place| {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.work(place, &reservation, &homes)));
+            let work = || interruptible(self.check(), || self.work(place, &reservation, &homes));
+            let outcome = catch_unwind(AssertUnwindSafe(work));
             if !matches!(outcome, Ok(Ok(()))) {
-                self.stop.store(true, Ordering::Relaxed);
+                // First, since the others fail once they are told to stop.
                 lock(&failure).get_or_insert(outcome);
+                self.stop.store(true, Ordering::Relaxed);
             }
         };
         std::thread::scope(|scope| {
@@ -402,11 +406,20 @@ impl<'a> Job<'a> {
 
     /// Fails if the load was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
-        if self.loader.cancel.is_cancelled() {
-            let (done, of) = (ByteSize(self.done.load(Ordering::Relaxed)), ByteSize(self.plan.bytes()));
-            return Err(Error::Cancelled { done, of });
+        match self.loader.cancel.is_cancelled() {
+            true => Err(cancelled(&self.done, self.plan.bytes())),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// What fails once the load was cancelled, or another worker has failed.
+    fn check(&self) -> impl Fn() -> Result<()> + use<> {
+        let (cancel, stop, done) = (self.loader.cancel.clone(), Arc::clone(&self.stop), Arc::clone(&self.done));
+        let of = self.plan.bytes();
+        move || match cancel.is_cancelled() || stop.load(Ordering::Relaxed) {
+            true => Err(cancelled(&done, of)),
+            false => Ok(()),
+        }
     }
 
     pub(super) fn advance(&self, bytes: u64) {
@@ -415,6 +428,10 @@ impl<'a> Job<'a> {
             progress.advance(done, self.plan.bytes());
         }
     }
+}
+
+fn cancelled(done: &AtomicU64, of: u64) -> Error {
+    Error::Cancelled { done: ByteSize(done.load(Ordering::Relaxed)), of: ByteSize(of) }
 }
 
 /// The groups of the model, in the order in which the files have them, as workers take them: on the host so many at a time that

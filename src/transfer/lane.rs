@@ -16,6 +16,7 @@ use crate::backend::{Buf, BufMut, Device, Event, Flight, Piece, Stream, Transfer
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
+use crate::interrupt::{check_interrupt, interruptible};
 use crate::staging::{self, Lease};
 
 /// The bytes that a client may be served before the others have their turn.
@@ -239,6 +240,12 @@ impl Job {
         }
     }
 
+    /// What fails once the order is cancelled.
+    fn check(self: &Arc<Job>) -> impl Fn() -> Result<()> + use<> {
+        let job = Arc::clone(self);
+        move || if job.cancelled.load(Ordering::Relaxed) { Err(cancelled(job.bytes)) } else { Ok(()) }
+    }
+
     fn finish(&self, finished: Finished) {
         *self.state() = State::Finished(finished);
         self.finished.notify_all();
@@ -272,7 +279,7 @@ impl Worker {
             // Whoever sees the order finished has its landing buffer alone.
             let finished = catch_unwind(AssertUnwindSafe(|| {
                 let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
-                self.serve(&job, dst, ordered)
+                interruptible(job.check(), || self.serve(&job, dst, ordered))
             }));
             job.finish(finished.unwrap_or_else(|_| {
                 let why = "the thread that stages its bytes panicked".to_owned();
@@ -329,7 +336,7 @@ impl Worker {
         mut dst: BufMut,
     ) -> Result<BufMut, (Error, Option<BufMut>)> {
         // First, since a device reads beside its streams, into memory that none of them uses.
-        let rest = match self.read_by_device(job, until, pieces, &mut dst) {
+        let rest = match self.read_by_device(until, pieces, &mut dst) {
             Ok(rest) => rest,
             Err(error) => return Err((error, Some(dst))),
         };
@@ -364,17 +371,10 @@ impl Worker {
     }
 
     /// Has the device read what it can itself. Returns the pieces that are left; `None` if those are all.
-    fn read_by_device(
-        &self,
-        job: &Job,
-        until: Instant,
-        pieces: &[Piece],
-        dst: &mut BufMut,
-    ) -> Result<Option<Vec<Piece>>> {
+    fn read_by_device(&self, until: Instant, pieces: &[Piece], dst: &mut BufMut) -> Result<Option<Vec<Piece>>> {
         let Some(reads) = &self.reads else { return Ok(None) };
         let left = until.saturating_duration_since(Instant::now());
-        let progress = |_| if job.cancelled.load(Ordering::Relaxed) { Err(cancelled(job.bytes)) } else { Ok(()) };
-        reads.take(pieces, dst, left, progress).map(Some)
+        reads.take(pieces, dst, left, |_| check_interrupt()).map(Some)
     }
 
     /// Sends on what a pinned buffer is being filled with. Returns the destination.

@@ -11,9 +11,11 @@ mod mapping;
 mod open_files;
 mod source;
 mod stamp;
+mod storage;
 
 pub(crate) use crate::file::read::{Kept, divide};
 pub use crate::file::read::{ReadPart, ReadWays};
+pub use crate::interrupt::check_interrupt;
 pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
@@ -23,9 +25,9 @@ pub(crate) use landing::{Arriving, Landing, Packed, Values, dequantise};
 pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
-pub(crate) use open_files::open_error;
 pub use source::{MemorySource, Source};
 pub use stamp::Stamp;
+pub use storage::{Entry, LocalFiles, PathKind, Storage};
 
 // The locks of a lane's queue; `tests/loom` substitutes others.
 use crate::staging::sync;

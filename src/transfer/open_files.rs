@@ -208,7 +208,7 @@ pub(crate) fn open_error(path: &Path) -> impl FnOnce(io::Error) -> Error + '_ {
 }
 
 /// The link on the way to a path that leads nowhere.
-fn broken_link(path: &Path) -> Option<FileFault> {
+pub(super) fn broken_link(path: &Path) -> Option<FileFault> {
     /// The most links that systems follow.
     const LINKS: usize = 40;
     let target_of = |link: &Path| std::fs::read_link(link).ok();

@@ -75,6 +75,12 @@ pub trait Source: Send + Sync + fmt::Debug {
         len
     }
 
+    /// How many threads best read the source at a time. The default is one, which stands for as many as there are cores; of a source
+    /// that is far away, several take no longer than one. A load has [as many](crate::Loader::workers).
+    fn concurrency(&self) -> usize {
+        1
+    }
+
     /// How the bytes were read since the source was opened, if it is a file.
     fn ways(&self) -> ReadWays {
         ReadWays::default()

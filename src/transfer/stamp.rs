@@ -1,6 +1,7 @@
 //! The identity of a source, by which a change of its bytes is detected.
 
 use std::fs::{File, Metadata};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -36,6 +37,8 @@ enum Origin {
     File(FileTimes),
     /// A number that is unique in this process.
     Unique(u64),
+    /// A hash of what tells the versions of a source apart.
+    Version(u128),
 }
 
 /// The times at which a file was changed, and its location.
@@ -59,6 +62,17 @@ impl Stamp {
     /// The stamp of a file.
     pub fn of_file(metadata: &Metadata) -> Stamp {
         Stamp { len: metadata.len(), origin: Origin::File(FileTimes::of(metadata)) }
+    }
+
+    /// The stamp of `len` bytes of which `identity` says which they are: the place of an object in a store, and its version there, for
+    /// example. Stamps of equal identities are equal, whenever the sources are opened by this process.
+    pub fn of_version(len: u64, identity: &impl Hash) -> Stamp {
+        let half = |number: u8| {
+            let mut hasher = DefaultHasher::new();
+            (number, identity).hash(&mut hasher);
+            u128::from(hasher.finish())
+        };
+        Stamp { len, origin: Origin::Version(half(0) << 64 | half(1)) }
     }
 
     /// The stamp of the same bytes in another form, of `len` bytes.
@@ -149,7 +163,6 @@ mod tests {
     use std::path::Path;
 
     use super::super::{FileSource, MemorySource, Source};
-    #[cfg(unix)]
     use super::*;
 
     #[test]
@@ -182,7 +195,7 @@ mod tests {
             }
             let times = |stamp: Stamp| match stamp.origin {
                 Origin::File(times) => times,
-                Origin::Unique(number) => panic!("the stamp of a file is number {number}"),
+                other => panic!("the stamp of a file is {other:?}"),
             };
             let (one, other) = (stamp(&a), stamp(&b));
             assert_eq!((one.len, times(one).modified), (other.len, times(other).modified));
@@ -192,5 +205,8 @@ mod tests {
         }
         let memory = || MemorySource::new("m", vec![1; 4]);
         assert_ne!(memory().stamp(), memory().stamp());
+        let version = |len, tag: &str| Stamp::of_version(len, &("s3://bucket/", "model", Some(tag)));
+        assert_eq!(version(4, "a"), version(4, "a"));
+        assert!(version(4, "a") != version(4, "b") && version(4, "a") != version(5, "a"));
     }
 }

@@ -49,7 +49,7 @@ fn parse(entry: &str) -> Option<(DType, Vec<u64>)> {
 pub(super) fn decompressed(
     source: Arc<dyn Source>,
     mut header: Header,
-    beside: &Beside,
+    beside: &Beside<'_>,
 ) -> Result<(Arc<dyn Source>, Header)> {
     // All begins where it would if the file were not compressed.
     let begin = header.tensors.first().map_or(0, |first| first.offset);

@@ -2,7 +2,6 @@
 //! files, and the number of tensors in all of them; its name says its number from 1: `NAME-00001-of-00003.gguf`.
 
 use std::collections::HashMap;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,8 +9,9 @@ use super::tensors::restore;
 use super::{GgufHeader, GgufValue, unlike};
 use crate::checkpoint::folder::noted_unfinished;
 use crate::checkpoint::header::Header;
+use crate::checkpoint::looked::Looked;
+use crate::checkpoint::opened::{Open, Opened};
 use crate::error::{Error, GgufFault, Result};
-use crate::transfer::Source;
 
 const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
@@ -91,17 +91,17 @@ pub(in crate::checkpoint) fn alone(path: &Path, header: &Header) -> Result<()> {
     }
 }
 
-/// Opens the other files of the set that the file at `path` is of. Nothing changes for a file that is not of a set.
+/// Opens the other files of the set that the file at `path`, the only one of `files`, is of. Nothing changes for a file that is not of a set.
 ///
 /// # Errors
 /// [`Error::File`] when a file is missing or is not of the set, or two have tensors of one name; those of `open`.
 pub(in crate::checkpoint) fn complete(
+    look: &Looked<'_>,
     path: &Path,
-    sources: &mut Vec<Arc<dyn Source>>,
-    headers: &mut Vec<Header>,
-    mut open: impl FnMut(&Path) -> Result<Arc<dyn Source>>,
+    files: &mut Vec<Opened>,
+    open: Open<'_>,
 ) -> Result<()> {
-    let [Header { gguf: Some(own), .. }] = &headers[..] else { return Ok(()) };
+    let [(_, Header { gguf: Some(own), .. })] = &files[..] else { return Ok(()) };
     let Some(split) = Split::of(own, path)? else { return Ok(()) };
     let Split { number, count, tensors } = split;
     let file_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -109,40 +109,37 @@ pub(in crate::checkpoint) fn complete(
         return Err(Error::file(path, None, GgufFault::UnnamedPart { number, count }.into()));
     };
     let names: Vec<String> = (1..=count).map(|number| name(base, number, count, file_name)).collect();
-    let missing = |name: &&String| {
-        let found = std::fs::metadata(path.with_file_name(name));
-        found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
-    };
-    let files: Vec<String> = names.iter().filter(missing).cloned().collect();
-    if !files.is_empty() {
-        return Err(Error::file(path, None, GgufFault::MissingParts { count, files }.into()));
+    let missing = |name: &&String| matches!(look.kind(&path.with_file_name(name)), Ok(None));
+    let absent: Vec<String> = names.iter().filter(missing).cloned().collect();
+    if !absent.is_empty() {
+        return Err(Error::file(path, None, GgufFault::MissingParts { count, files: absent }.into()));
     }
-    let (mut all_sources, mut all): (Vec<Arc<dyn Source>>, Vec<Header>) = Default::default();
-    for (index, name) in names.iter().enumerate() {
-        let file = path.with_file_name(name);
-        if let Some(unfinished) = noted_unfinished(&file) {
-            return Err(Error::file(&file, None, unfinished));
-        }
-        let source = if index as u64 == number { Arc::clone(&sources[0]) } else { open(&file)? };
-        let header = Header::read(&*source, index)?;
-        check_part(&file, path, &header, index as u64, &split)?;
-        all.push(header);
-        all_sources.push(source);
+    let parts: Vec<PathBuf> = names.iter().map(|name| path.with_file_name(name)).collect();
+    if let Some((file, fault)) = parts.iter().find_map(|file| Some((file, noted_unfinished(look, file)?))) {
+        return Err(Error::file(file, None, fault));
     }
-    restore_shapes(&*all_sources[0], &mut all)?;
-    check_whole(path, &all_sources, &all, tensors)?;
-    (*sources, *headers) = (all_sources, all);
+    let others = parts.iter().cloned().enumerate().filter(|(index, _)| *index as u64 != number);
+    let mut all = open(others.collect())?;
+    let own = Arc::clone(&files[0].0);
+    let header = Header::read(&*own, number as usize)?;
+    all.insert(number as usize, (own, header));
+    for (index, (file, (_, header))) in parts.iter().zip(&all).enumerate() {
+        check_part(file, path, header, index as u64, &split)?;
+    }
+    restore_shapes(&mut all)?;
+    check_whole(path, &all, tensors)?;
+    *files = all;
     Ok(())
 }
 
 /// Gives the tensors of later files the shapes that the first file has of them: a model's metadata is all in the first file of its
 /// set (llama.cpp, `tools/gguf-split/gguf-split.cpp`). What a file says of its own tensors counts.
-fn restore_shapes(source: &dyn Source, headers: &mut [Header]) -> Result<()> {
-    let Some((Header { gguf: Some(first), .. }, others)) = headers.split_first_mut() else { return Ok(()) };
-    for Header { gguf, tensors, .. } in others {
+fn restore_shapes(files: &mut [Opened]) -> Result<()> {
+    let Some(((source, Header { gguf: Some(first), .. }), others)) = files.split_first_mut() else { return Ok(()) };
+    for (_, Header { gguf, tensors, .. }) in others {
         let Some(gguf) = gguf.as_mut().map(Arc::make_mut) else { continue };
         for tensor in tensors {
-            if let Some(shape) = first.shape(source, &tensor.name)?.filter(|_| !gguf.has_shape(&tensor.name)) {
+            if let Some(shape) = first.shape(&**source, &tensor.name)?.filter(|_| !gguf.has_shape(&tensor.name)) {
                 restore(tensor, shape, &mut gguf.stored_shapes);
             }
         }
@@ -171,12 +168,12 @@ fn check_part(file: &Path, path: &Path, header: &Header, number: u64, set: &Spli
 }
 
 /// Returns an error if two files have tensors of one name, or all have more or fewer than `wanted`.
-fn check_whole(path: &Path, sources: &[Arc<dyn Source>], headers: &[Header], wanted: u64) -> Result<()> {
+fn check_whole(path: &Path, files: &[Opened], wanted: u64) -> Result<()> {
     let mut holders: HashMap<&str, usize> = HashMap::new();
-    for tensor in headers.iter().flat_map(|header| &header.tensors) {
+    for tensor in files.iter().flat_map(|(_, header)| &header.tensors) {
         if let Some(other) = holders.insert(&tensor.name, tensor.file) {
-            let fault = GgufFault::InTwoParts { other: sources[other].path().display().to_string() };
-            return Err(Error::file(sources[tensor.file].path(), Some(&tensor.name), fault.into()));
+            let fault = GgufFault::InTwoParts { other: files[other].0.path().display().to_string() };
+            return Err(Error::file(files[tensor.file].0.path(), Some(&tensor.name), fault.into()));
         }
     }
     let found = holders.len() as u64;

@@ -1,8 +1,6 @@
 //! What `config.json` says of weights in DFloat11's form.
 
 use std::cell::OnceCell;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use regex::Regex;
@@ -11,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::shapes::Dimensions;
 use crate::checkpoint::json::Entries;
+use crate::checkpoint::looked::Looked;
 use crate::checkpoint::text::read_json;
 use crate::error::{Error, FileFault, Result};
 
@@ -78,7 +77,7 @@ impl DFloat11 {
     ///
     /// # Errors
     /// [`FileFault::BadConfig`] when it cannot be understood; [`Error::Io`] when it cannot be read.
-    pub(in crate::checkpoint) fn of(folder: &Path) -> Result<Option<DFloat11>> {
+    pub(in crate::checkpoint) fn of(look: &Looked<'_>, folder: &Path) -> Result<Option<DFloat11>> {
         #[derive(Deserialize)]
         struct Config {
             dfloat11_config: Option<Fields>,
@@ -87,13 +86,11 @@ impl DFloat11 {
         }
 
         let path = folder.join("config.json");
-        // A link that leads nowhere is there.
-        match fs::symlink_metadata(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            found => found.map_err(Error::io("open", &path))?,
-        };
+        if look.kind(&path)?.is_none() {
+            return Ok(None);
+        }
         let bad = |reason| FileFault::BadConfig { reason };
-        let config: Config = read_json(&path, bad)?;
+        let config: Config = read_json(look, &path, bad)?;
         let Some(fields) = config.dfloat11_config else { return Ok(None) };
         if let Some(pattern) = fields.pattern_dict.repeated() {
             let reason = format!("dfloat11_config: the pattern `{pattern}` occurs twice");
@@ -131,14 +128,14 @@ impl DFloat11 {
 
 /// What is beside a checkpoint's files, read when a file needs it.
 #[derive(Debug, Default)]
-pub(in crate::checkpoint) struct Beside {
-    folder: Option<PathBuf>,
+pub(in crate::checkpoint) struct Beside<'l> {
+    folder: Option<(&'l Looked<'l>, PathBuf)>,
     config: OnceCell<DFloat11>,
 }
 
-impl Beside {
-    pub(in crate::checkpoint) fn files_in(folder: &Path) -> Beside {
-        Beside { folder: Some(folder.to_owned()), config: OnceCell::new() }
+impl<'l> Beside<'l> {
+    pub(in crate::checkpoint) fn files_in(look: &'l Looked<'l>, folder: &Path) -> Beside<'l> {
+        Beside { folder: Some((look, folder.to_owned())), config: OnceCell::new() }
     }
 
     /// What the configuration says; without one, what is known.
@@ -149,7 +146,7 @@ impl Beside {
         if let Some(config) = self.config.get() {
             return Ok(config);
         }
-        let stated = self.folder.as_deref().map_or(Ok(None), DFloat11::of)?;
+        let stated = self.folder.as_ref().map_or(Ok(None), |(look, folder)| DFloat11::of(look, folder))?;
         let config = stated.map_or_else(DFloat11::known, Ok)?;
         Ok(self.config.get_or_init(|| config))
     }

@@ -74,7 +74,7 @@ const POSITIONS: [DType; 3] = [DType::U8, DType::U32, DType::I32];
 /// # Errors
 /// [`FileFault::DFloat11`] with the group or the tensor that something is wrong with; [`FileFault::Compressed`] when the lengths of a
 /// group's tensors do not fit each other; those of the configuration and of the source.
-pub(super) fn groups(source: &dyn Source, header: &mut Header, beside: &Beside) -> Result<Vec<Found>> {
+pub(super) fn groups(source: &dyn Source, header: &mut Header, beside: &Beside<'_>) -> Result<Vec<Found>> {
     if !header.tensors.iter().any(|info| group_of(info).is_some()) {
         return Ok(Vec::new());
     }

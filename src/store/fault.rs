@@ -1,0 +1,84 @@
+//! What an object store's refusals mean.
+
+use std::io;
+use std::path::Path;
+
+use object_store::client::{HttpError, HttpErrorKind};
+
+use crate::error::{Error, FileFault};
+
+/// How the message of an answer that is no success begins, before the status and the body.
+const STATUS: &str = "Server returned non-2xx status code: ";
+
+/// The addresses at which machines of clouds are asked for credentials.
+const METADATA: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata.google.internal"];
+
+/// The error of an operation on an object. Its text has no part of a request, and of an answer only the status and the code: both may
+/// repeat credentials.
+pub(super) fn error(action: &'static str, path: &Path, error: &object_store::Error) -> Error {
+    use object_store::Error as E;
+    let io = |kind, text: String| Error::io(action, path)(io::Error::new(kind, text));
+    match error {
+        E::NotFound { .. } => io(io::ErrorKind::NotFound, "the store has no such object".to_owned()),
+        E::Precondition { .. } => Error::file(path, None, FileFault::Changed),
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
+            let answer = answer(error).map_or(String::new(), |answer| format!(" ({answer})"));
+            let text = format!("the store refuses it: the credentials are wrong, or do not allow this{answer}");
+            io(io::ErrorKind::PermissionDenied, text)
+        }
+        E::InvalidPath { source } => io(io::ErrorKind::InvalidInput, source.to_string()),
+        E::NotSupported { .. } | E::NotImplemented { .. } => {
+            io(io::ErrorKind::Unsupported, "this store cannot do that".to_owned())
+        }
+        _ => {
+            let (kind, text) = cause(error);
+            io(kind, text)
+        }
+    }
+}
+
+/// The cause of an error, in as far as it can be told.
+fn cause(error: &object_store::Error) -> (io::ErrorKind, String) {
+    if METADATA.iter().any(|address| error.to_string().contains(address)) {
+        let text = "no credentials are set, and this machine has no service that gives any (for a public bucket, set \
+                    AWS_SKIP_SIGNATURE=true)";
+        return (io::ErrorKind::PermissionDenied, text.to_owned());
+    }
+    if let Some(answer) = answer(error) {
+        return (io::ErrorKind::Other, format!("the store answers {answer}"));
+    }
+    let Some(http) = chain(error).find_map(|cause| cause.downcast_ref::<HttpError>()) else {
+        let last = chain(error).last().map_or(String::new(), ToString::to_string);
+        return (io::ErrorKind::Other, last);
+    };
+    let kind = match http.kind() {
+        HttpErrorKind::Timeout => io::ErrorKind::TimedOut,
+        HttpErrorKind::Connect => io::ErrorKind::NotConnected,
+        HttpErrorKind::Interrupted => io::ErrorKind::ConnectionAborted,
+        _ => io::ErrorKind::Other,
+    };
+    let last = chain(error).last().map_or(String::new(), ToString::to_string);
+    (kind, format!("the store cannot be reached: {last}"))
+}
+
+/// The status of the store's answer, and the code in it: `503 Service Unavailable, SlowDown`.
+fn answer(error: &object_store::Error) -> Option<String> {
+    let text = chain(error).map(ToString::to_string).find(|text| text.starts_with(STATUS))?;
+    let (status, body) = text[STATUS.len()..].split_once(": ").unwrap_or((&text[STATUS.len()..], ""));
+    let code = || body.split_once("<Code>")?.1.split_once("</Code>").map(|(code, _)| code);
+    let plain = |code: &&str| code.len() <= 64 && code.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    Some(match code().filter(plain) {
+        Some(code) => format!("{status}, {code}"),
+        None => status.to_owned(),
+    })
+}
+
+/// An error and its causes.
+fn chain(error: &object_store::Error) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    std::iter::from_fn(move || {
+        let error = next?;
+        next = error.source();
+        Some(error)
+    })
+}

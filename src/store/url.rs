@@ -1,0 +1,117 @@
+//! URLs of object stores.
+
+use std::sync::{Arc, Once};
+
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::{ClientOptions, ObjectStore};
+
+use crate::error::{Error, Result};
+
+/// The stores that URLs are of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scheme {
+    S3,
+    Gcs,
+    Azure,
+    Http,
+}
+
+const SCHEMES: [(&str, Scheme); 8] = [
+    ("s3", Scheme::S3),
+    ("s3a", Scheme::S3),
+    ("gs", Scheme::Gcs),
+    ("az", Scheme::Azure),
+    ("abfs", Scheme::Azure),
+    ("abfss", Scheme::Azure),
+    ("http", Scheme::Http),
+    ("https", Scheme::Http),
+];
+
+/// Whether a text is the URL of an object store, and no path of a file: whether it begins with a word and `://`.
+pub fn is_url(text: &str) -> bool {
+    text.split_once("://").is_some_and(|(scheme, _)| {
+        scheme.len() > 1 && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
+    })
+}
+
+/// The store that has a URL, what all URLs of it begin with, and whether these are encoded as URLs of the web are.
+///
+/// # Errors
+/// [`Error::Invalid`], without the URL where that may have credentials.
+pub(super) fn store(url: &str) -> Result<(Arc<dyn ObjectStore>, String, bool)> {
+    let schemes = || SCHEMES.map(|(name, _)| format!("{name}://")).join(", ");
+    let (name, rest) = url.split_once("://").ok_or_else(|| Error::invalid(format!("`{url}` is no URL")))?;
+    let known = SCHEMES.iter().find(|(scheme, _)| name.eq_ignore_ascii_case(scheme));
+    let Some((_, scheme)) = known else {
+        return Err(Error::invalid(format!("no store is known for `{name}://`; those known are {}", schemes())));
+    };
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    if authority.is_empty() {
+        return Err(Error::invalid(format!(
+            "`{url}` names no {}",
+            if *scheme == Scheme::Http { "host" } else { "bucket" }
+        )));
+    }
+    // Those of Azure have a container there: `abfss://CONTAINER@ACCOUNT.HOST/`.
+    if authority.contains('@') && *scheme != Scheme::Azure {
+        let what = "a URL with a user's name or a password in it, which would be in every message; set them in the environment";
+        return Err(Error::invalid(what));
+    }
+    if *scheme == Scheme::Http && path.contains(['?', '#']) {
+        let what = "a URL with a query, such as a signed one, is not taken, since it names one object and a model has several; \
+                    set credentials in the environment, and open s3://BUCKET/..., gs://... or az://...";
+        return Err(Error::invalid(what));
+    }
+    static PROVIDER: Once = Once::new();
+    // For TLS. Where the process has chosen one already, that one is used.
+    PROVIDER.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
+    let base = format!("{name}://{authority}/");
+    let store = build(*scheme, &base).map_err(|error| {
+        Error::invalid(format!("the store of {base} cannot be used with the settings in the environment: {error}"))
+    })?;
+    Ok((store, base, *scheme == Scheme::Http))
+}
+
+fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
+    Ok(match scheme {
+        Scheme::S3 => Arc::new(AmazonS3Builder::from_env().with_url(base).build()?),
+        Scheme::Gcs => Arc::new(GoogleCloudStorageBuilder::from_env().with_url(base).build()?),
+        Scheme::Azure => Arc::new(MicrosoftAzureBuilder::from_env().with_url(base).build()?),
+        Scheme::Http => {
+            let options = ClientOptions::new().with_allow_http(base.starts_with("http://"));
+            Arc::new(HttpBuilder::new().with_url(base).with_client_options(options).build()?)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_told_from_paths() {
+        for url in ["s3://bucket/key", "https://host/x", "unknown://x"] {
+            assert!(is_url(url), "{url}");
+        }
+        for path in ["", "model", "C:\\models", "c://models", "a/b://c", "://x", "/s3://x"] {
+            assert!(!is_url(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_opened_is_said_without_a_secret() {
+        let refused = |url: &str| store(url).map(|_| ()).unwrap_err().to_string();
+        assert!(refused("ftp://host/x").contains("s3://"), "{}", refused("ftp://host/x"));
+        assert!(refused("s3:///key").contains("names no bucket"));
+        for url in ["https://user:hunter2@host/x", "https://host/x?X-Amz-Signature=hunter2", "s3://id:hunter2@bucket/x"]
+        {
+            let said = refused(url);
+            assert!(!said.contains("hunter2") && !said.is_empty(), "{said}");
+        }
+        let (_, base, encoded) = store("http://127.0.0.1:1/a%20b/model.safetensors").unwrap();
+        assert_eq!((base.as_str(), encoded), ("http://127.0.0.1:1/", true));
+    }
+}
