@@ -109,7 +109,10 @@ impl Adapter {
         if look.is_folder(path) {
             return Adapter::open_folder(look, &model_folder(look, path)?, strength);
         }
-        let folder = path.parent().filter(|folder| look.is_file(&folder.join(CONFIG_FILE)));
+        let folder = match path.parent() {
+            Some(folder) if look.is_file(&folder.join(CONFIG_FILE))? => Some(folder),
+            _ => None,
+        };
         let named = path.file_name().is_some_and(|name| WEIGHTS_FILES.iter().any(|file| name == *file));
         if let Some(folder) = folder.filter(|_| named) {
             return Adapter::open_folder(look, folder, strength);
@@ -133,7 +136,12 @@ impl Adapter {
         if let Some(error) = lacks_weights(look, folder) {
             return Err(error);
         }
-        let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| look.is_file(file));
+        let mut weights = None;
+        for file in WEIGHTS_FILES.map(|file| folder.join(file)) {
+            if weights.is_none() && look.is_file(&file)? {
+                weights = Some(file);
+            }
+        }
         let config = read_config(look, folder)?;
         let weights = Checkpoint::open_looking(look, weights.as_deref().unwrap_or(folder))?;
         Adapter::assemble(weights, folder, Some(config), strength)

@@ -94,9 +94,10 @@ impl FileSet {
     fn of_index(look: &Looked<'_>, folder: PathBuf, path: &Path) -> Result<FileSet> {
         let index = Index::read(look, path)?;
         let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
+        look.look_into(&folder);
         let mut missing = Vec::new();
         for (shard, file) in index.shards.keys().zip(&files) {
-            if look.kind(file)?.is_none() {
+            if look.is_absent(file)? {
                 missing.push(shard.clone());
             }
         }
@@ -186,7 +187,7 @@ pub(super) fn tied_embeddings(look: &Looked<'_>, folder: &Path) -> Result<Tied> 
     }
 
     let path = folder.join("config.json");
-    if look.kind(&path)?.is_none() {
+    if !look.exists(&path)? {
         return Ok(Tied::No);
     }
     let config: Config = read_json(look, &path, |reason| FileFault::BadConfig { reason })?;
@@ -216,7 +217,7 @@ const HEADED: [&str; 3] = ["ForCausalLM", "LMHeadModel", "ForConditionalGenerati
 /// What `config.json` in the folder says of quantised weights; nothing without the file.
 pub(super) fn quantisation(look: &Looked<'_>, folder: &Path) -> Result<Stated> {
     let path = folder.join("config.json");
-    if look.kind(&path)?.is_none() {
+    if !look.exists(&path)? {
         return Ok(Stated::default());
     }
     read_json(look, &path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))

@@ -101,7 +101,9 @@ pub(super) fn no_safetensors(look: &Looked<'_>, folder: &Path, files: &[PathBuf]
 pub(super) fn noted_unfinished(look: &Looked<'_>, file: &Path) -> Option<FileFault> {
     let mut notes = file.as_os_str().to_owned();
     notes.push(NOTES);
-    look.is_file(Path::new(&notes)).then(|| FileFault::Unfinished { files: vec![text(&notes)] })
+    let notes = Path::new(&notes);
+    let noted = if look.is_far() { look.is_noted_file(notes) } else { look.is_file(notes).unwrap_or(false) };
+    noted.then(|| FileFault::Unfinished { files: vec![text(notes)] })
 }
 
 /// The weights in a folder and below, as paths from the folder: safetensors files, and sub-folders with weights.
@@ -138,7 +140,8 @@ fn unfinished(look: &Looked<'_>, folder: &Path, files: &[PathBuf]) -> Option<Fil
 fn with_weights(look: &Looked<'_>, folder: &Path) -> Vec<String> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let mut level = vec![PathBuf::new()];
-    for depth in 0..=DEPTH {
+    // Far away, each folder is a question of its own.
+    for depth in 0..=if look.is_far() { 1 } else { DEPTH } {
         let mut next = Vec::new();
         for sub in level {
             let Ok(entries) = entries(look, &folder.join(&sub)) else { continue };

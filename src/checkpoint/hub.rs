@@ -61,7 +61,7 @@ fn snapshot(look: &Looked<'_>, model: &Path) -> Result<PathBuf> {
     let folder = model.join("snapshots");
     let snapshots = sub_folders(look, &folder)?;
     let main = model.join("refs").join("main");
-    let named = match look.is_file(&main) {
+    let named = match look.is_file(&main)? {
         true => Some(read_text(look, &main, |reason| Error::file(&main, None, FileFault::BadConfig { reason }))?),
         false => None,
     };

@@ -44,9 +44,56 @@ impl<'s> Looked<'s> {
         self.kind(path)?.ok_or_else(missing)
     }
 
-    /// Whether a file is there. What cannot be looked at is none.
-    pub(crate) fn is_file(&self, path: &Path) -> bool {
-        matches!(self.kind(path), Ok(Some(PathKind::File)))
+    /// Whether a file is there. On this machine, what cannot be looked at is none.
+    ///
+    /// # Errors
+    /// Those of a storage far away, but for its refusal: some say that of a file that is not there, unless one may list them.
+    pub(crate) fn is_file(&self, path: &Path) -> Result<bool> {
+        match self.kind(path) {
+            Ok(kind) => Ok(kind == Some(PathKind::File)),
+            Err(error) if self.is_far() && !is_refused(&error) => Err(error),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Whether something is there, which need not be: a configuration.
+    ///
+    /// # Errors
+    /// As [`Storage::kind`], but for the refusal of a storage far away, as [`is_file`](Looked::is_file).
+    pub(crate) fn exists(&self, path: &Path) -> Result<bool> {
+        match self.kind(path) {
+            Ok(kind) => Ok(kind.is_some()),
+            Err(error) if self.is_far() && is_refused(&error) => {
+                tracing::warn!(%error, "a file that is refused is taken for none");
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a file that belongs to a model is known not to be there. Of a storage far away this is known of what is in a folder that
+    /// can be [listed](Looked::look_into); else opening tells.
+    ///
+    /// # Errors
+    /// As [`Storage::kind`].
+    pub(crate) fn is_absent(&self, path: &Path) -> Result<bool> {
+        match self.is_far() {
+            true => Ok(self.noted(path) == Some(None)),
+            false => Ok(self.kind(path)?.is_none()),
+        }
+    }
+
+    /// Lists a folder of which several files will be asked for, where each question takes its time.
+    pub(crate) fn look_into(&self, folder: &Path) {
+        if self.is_far() {
+            // Without the list, opening tells what is there.
+            let _ = self.list(folder);
+        }
+    }
+
+    /// Whether a file is there, as far as the listing of its folder has told.
+    pub(crate) fn is_noted_file(&self, path: &Path) -> bool {
+        self.noted(path) == Some(Some(PathKind::File))
     }
 
     /// Whether a folder is there. What cannot be looked at is none.
@@ -96,7 +143,7 @@ impl<'s> Looked<'s> {
     }
 
     /// Whether what is asked of the storage takes its time, as that of several threads at once tells.
-    fn is_far(&self) -> bool {
+    pub(crate) fn is_far(&self) -> bool {
         self.storage.concurrency() > 1
     }
 
@@ -104,4 +151,8 @@ impl<'s> Looked<'s> {
     pub(crate) fn storage(&self) -> &'s dyn Storage {
         self.storage
     }
+}
+
+fn is_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied)
 }

@@ -40,16 +40,15 @@ pub(super) fn error(action: &'static str, path: &Path, error: &object_store::Err
 /// The cause of an error, in as far as it can be told.
 fn cause(error: &object_store::Error) -> (io::ErrorKind, String) {
     if METADATA.iter().any(|address| error.to_string().contains(address)) {
-        let text = "no credentials are set, and this machine has no service that gives any (for a public bucket, set \
-                    AWS_SKIP_SIGNATURE=true)";
+        let text = "no credentials are set in the environment, and this machine has no service that gives any (for a public bucket of \
+                    S3, set AWS_SKIP_SIGNATURE=true)";
         return (io::ErrorKind::PermissionDenied, text.to_owned());
     }
     if let Some(answer) = answer(error) {
         return (io::ErrorKind::Other, format!("the store answers {answer}"));
     }
     let Some(http) = chain(error).find_map(|cause| cause.downcast_ref::<HttpError>()) else {
-        let last = chain(error).last().map_or(String::new(), ToString::to_string);
-        return (io::ErrorKind::Other, last);
+        return (io::ErrorKind::Other, last(error));
     };
     let kind = match http.kind() {
         HttpErrorKind::Timeout => io::ErrorKind::TimedOut,
@@ -57,8 +56,16 @@ fn cause(error: &object_store::Error) -> (io::ErrorKind, String) {
         HttpErrorKind::Interrupted => io::ErrorKind::ConnectionAborted,
         _ => io::ErrorKind::Other,
     };
-    let last = chain(error).last().map_or(String::new(), ToString::to_string);
-    (kind, format!("the store cannot be reached: {last}"))
+    (kind, format!("the store cannot be reached: {}", last(error)))
+}
+
+/// The text of the first cause, unless it may have the text of an answer in it.
+fn last(error: &object_store::Error) -> String {
+    let text = chain(error).last().map_or(String::new(), ToString::to_string);
+    match text.starts_with("Server returned") || text.contains(['<', '"', '{']) {
+        true => "its answer is not understood".to_owned(),
+        false => text,
+    }
 }
 
 /// The status of the store's answer, and the code in it: `503 Service Unavailable, SlowDown`.

@@ -12,7 +12,7 @@
 //! #     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
 //! #     runtime.block_on(store.put(&Path::from("models/lora.safetensors"), file.into())).unwrap();
 //! # };
-//! let bucket = InMemory::new(); // or `AmazonS3Builder::from_env().with_bucket_name("models").build()?`
+//! let bucket = InMemory::new(); // or one of another builder of that crate, with its feature `aws`, `gcp` or `azure`
 //! # put(&bucket);
 //! let storage = ObjectStorage::new(Arc::new(bucket));
 //! let checkpoint = Checkpoint::open_in(&storage, "models/lora.safetensors")?;
@@ -49,6 +49,9 @@ pub use url::is_url;
 /// The requests that are under way at a time, unless [`ObjectStorage::in_flight`] says another number. Run:ai's streamer loads 15 GB
 /// from S3 in 28.2 s with 4, and in 4.9 s with 32 (its published benchmark).
 const IN_FLIGHT: usize = 32;
+
+/// The endings of files that are looked for, among the many names that models have.
+const FILES: [&str; 4] = [".safetensors", ".gguf", ".json", ".aria2"];
 
 /// How long a store may send nothing, unless [`ObjectStorage::deadline`] says otherwise.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -145,6 +148,9 @@ impl ObjectStorage {
     /// The key of a path, and what it is called.
     fn key(&self, path: &Path) -> Result<(Key, PathBuf)> {
         let text = path.to_str().ok_or_else(|| refused(path, "it is no UTF-8 text"))?;
+        if let Some(why) = url::secret_in(text).filter(|_| is_url(text)) {
+            return Err(Error::invalid(why));
+        }
         // Windows joins paths by backslashes, which no key of a model has.
         let text = if cfg!(windows) { text.replace('\\', "/") } else { text.to_owned() };
         // The bucket itself may be called without the slash.
@@ -153,8 +159,10 @@ impl ObjectStorage {
         if is_url(rest) {
             return Err(refused(path, &format!("it is not in {}", self.base)));
         }
-        let rest = rest.trim_matches('/');
-        let key = if self.encoded { Key::from_url_path(rest) } else { Key::parse(rest) };
+        // As a file system takes them: `./model` is `model`.
+        let rest: Vec<&str> = rest.split('/').filter(|part| !part.is_empty() && *part != ".").collect();
+        let rest = rest.join("/");
+        let key = if self.encoded { Key::from_url_path(&rest) } else { Key::parse(&rest) };
         let key = key.map_err(|error| refused(path, &error.to_string()))?;
         Ok((key, PathBuf::from(format!("{}{rest}", self.base))))
     }
@@ -162,6 +170,10 @@ impl ObjectStorage {
     /// What is in a folder, without what is in its folders.
     fn listed(&self, folder: &Path) -> Result<(Key, ListResult)> {
         let (key, path) = self.key(folder)?;
+        if self.encoded {
+            let why = "a plain HTTP server tells nothing of folders; open a file, or an index";
+            return Err(Error::io("list", path)(std::io::Error::new(std::io::ErrorKind::Unsupported, why)));
+        }
         let prefix = key.clone();
         let list = move |store: Arc<dyn ObjectStore>| async move {
             store.list_with_delimiter(Some(&prefix).filter(|prefix| !prefix.as_ref().is_empty())).await
@@ -177,19 +189,35 @@ fn refused(path: &Path, why: &str) -> Error {
 impl Storage for ObjectStorage {
     fn kind(&self, path: &Path) -> Result<Option<PathKind>> {
         let (key, name) = self.key(path)?;
-        if !key.as_ref().is_empty() {
-            let head = |store: Arc<dyn ObjectStore>| async move { store.head(&key).await };
-            match self.shared.wait("open", &name, head) {
-                Ok(_) => return Ok(Some(PathKind::File)),
-                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+        let is_file = || {
+            if key.as_ref().is_empty() {
+                return Ok(None);
             }
-        }
+            let key = key.clone();
+            match self.shared.wait("open", &name, |store| async move { store.head(&key).await }) {
+                Ok(_) => Ok(Some(PathKind::File)),
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+                Err(error) => Err(error),
+            }
+        };
+        let is_folder = || {
+            let (_, ListResult { objects, common_prefixes, .. }) = self.listed(path)?;
+            Ok((!objects.is_empty() || !common_prefixes.is_empty()).then_some(PathKind::Folder))
+        };
         if self.encoded {
-            return Ok(None);
+            return is_file();
         }
-        let (_, ListResult { objects, common_prefixes, .. }) = self.listed(path)?;
-        Ok((!objects.is_empty() || !common_prefixes.is_empty()).then_some(PathKind::Folder))
+        // Most paths are what their names say, and then one question is enough.
+        if FILES.iter().any(|end| name.as_os_str().as_encoded_bytes().ends_with(end.as_bytes())) {
+            let file = is_file()?;
+            return Ok(file.or_else(|| is_folder().unwrap_or(None)));
+        }
+        match is_folder() {
+            Ok(None) => is_file(),
+            Ok(folder) => Ok(folder),
+            // Credentials may be good for objects alone.
+            Err(error) => is_file()?.map_or(Err(error), |file| Ok(Some(file))),
+        }
     }
 
     fn list(&self, folder: &Path) -> Result<Vec<Entry>> {
@@ -210,7 +238,8 @@ impl Storage for ObjectStorage {
     }
 
     fn concurrency(&self) -> usize {
-        self.shared.in_flight
+        // At least two, which say that the store is far away.
+        self.shared.in_flight.max(2)
     }
 }
 

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use object_store::path::Path as Key;
 use object_store::{GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
 use super::fault;
@@ -66,7 +66,7 @@ impl Shared {
             let _ = send.send(tokio::time::timeout(deadline, work).await);
         };
         tasks.spawn_on(task, runtime()?.handle());
-        match next(&outcome)? {
+        match Messages::of(&outcome).next()? {
             Some(Ok(outcome)) => outcome.map_err(|error| fault::error(action, path, &error)),
             Some(Err(_)) => Err(self.timed_out(path)),
             None => Err(lost(path)),
@@ -78,16 +78,32 @@ impl Shared {
     }
 }
 
-/// The next message. `None` if none will come.
-///
-/// # Errors
-/// As [`check_interrupt`].
-fn next<T>(messages: &mpsc::Receiver<T>) -> Result<Option<T>> {
-    loop {
-        match messages.recv_timeout(SLICE) {
-            Ok(message) => return Ok(Some(message)),
-            Err(RecvTimeoutError::Timeout) => check_interrupt()?,
-            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+/// Messages of tasks, waited for as long as they are wanted.
+struct Messages<'a, T> {
+    messages: &'a mpsc::Receiver<T>,
+    asked: Instant,
+}
+
+impl<'a, T> Messages<'a, T> {
+    fn of(messages: &'a mpsc::Receiver<T>) -> Messages<'a, T> {
+        Messages { messages, asked: Instant::now() }
+    }
+
+    /// The next message. `None` if none will come.
+    ///
+    /// # Errors
+    /// As [`check_interrupt`], also while messages come.
+    fn next(&mut self) -> Result<Option<T>> {
+        loop {
+            if self.asked.elapsed() >= SLICE {
+                check_interrupt()?;
+                self.asked = Instant::now();
+            }
+            match self.messages.recv_timeout(SLICE) {
+                Ok(message) => return Ok(Some(message)),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            }
         }
     }
 }
@@ -142,25 +158,30 @@ impl ObjectSource {
         let first = shared.wait("open", &path, move |store| async move {
             let options = GetOptions { range: Some((0..BEGINNING).into()), ..GetOptions::default() };
             let answer = store.get_opts(&of, options).await?;
-            let version = Version::of(&answer.meta);
-            Ok((version, answer.bytes().await?))
+            let (version, mut bytes, mut stream) = (Version::of(&answer.meta), Vec::new(), answer.into_stream());
+            while bytes.len() as u64 <= BEGINNING
+                && let Some(more) = stream.next().await
+            {
+                bytes.extend_from_slice(&more?);
+            }
+            Ok((version, bytes))
         });
         let (version, beginning) = match first {
-            Ok((version, bytes)) => (version, Vec::from(bytes)),
-            // No range begins in an object without bytes.
-            Err(error) => match shared.wait("open", &path, {
+            Ok(opened) => opened,
+            // No range begins in an object without bytes, which stores say in many ways.
+            Err(error) if is_unclear(&error) => {
                 let of = key.clone();
-                move |store| async move { store.head(&of).await }
-            }) {
-                Ok(meta) if meta.size == 0 => (Version::of(&meta), Vec::new()),
-                _ => return Err(error),
-            },
+                match shared.wait("open", &path, |store| async move { store.head(&of).await }) {
+                    Ok(meta) if meta.size == 0 => (Version::of(&meta), Vec::new()),
+                    _ => return Err(error),
+                }
+            }
+            Err(error) => return Err(error),
         };
-        shared.bytes.fetch_add(beginning.len() as u64, Ordering::Relaxed);
-        let expected = version.len.min(BEGINNING);
-        if (beginning.len() as u64) < expected {
-            let fault = FileFault::Truncated { expected, actual: beginning.len() as u64 };
-            return Err(Error::file(&path, None, fault));
+        let (expected, actual) = (version.len.min(BEGINNING), beginning.len() as u64);
+        shared.bytes.fetch_add(actual, Ordering::Relaxed);
+        if actual != expected {
+            return Err(Error::file(&path, None, FileFault::Truncated { expected, actual }));
         }
         let identity = (place, key.as_ref(), &version.etag, &version.version, version.modified);
         let stamp = Stamp::of_version(version.len, &identity);
@@ -187,15 +208,20 @@ impl ObjectSource {
             tasks.spawn_on(range.stream(index, send.clone()), runtime.handle());
         }
         drop(send);
-        let mut left = wanted.len();
+        let (mut left, mut messages) = (wanted.len(), Messages::of(&arrived));
         while left > 0 {
-            let Some((index, arrival)) = next(&arrived)? else { return Err(lost(&self.path)) };
+            let Some((index, arrival)) = messages.next()? else { return Err(lost(&self.path)) };
             let Wanted { parts: of, .. } = &wanted[index];
             match arrival {
                 Arrival::Bytes(at, bytes) => scatter(&mut parts[of.clone()], at, &bytes),
-                Arrival::Complete => left -= 1,
+                // Until now, so that what has arrived and has no place yet is never more than what may be under way.
+                Arrival::Complete(permit) => {
+                    drop(permit);
+                    left -= 1;
+                }
                 Arrival::Failed(failure) => {
-                    drop(tasks);
+                    // With the permits of what is under way and of what has arrived.
+                    drop((tasks, arrived));
                     return Err(self.explain(failure));
                 }
             }
@@ -209,13 +235,6 @@ impl ObjectSource {
         let of = self.key.clone();
         // What a store says of a range that an object no longer has differs from store to store.
         let now = || self.shared.wait("read", &self.path, |store| async move { store.head(&of).await });
-        let is_other = |error: &object_store::Error| {
-            use object_store::Error as E;
-            !matches!(
-                error,
-                E::NotFound { .. } | E::Precondition { .. } | E::PermissionDenied { .. } | E::Unauthenticated { .. }
-            )
-        };
         match failure {
             Failure::Changed => changed(),
             Failure::TimedOut => self.shared.timed_out(&self.path),
@@ -223,19 +242,29 @@ impl ObjectSource {
                 Ok(now) if !self.version.is(&Version::of(&now)) => changed(),
                 _ => Error::file(&self.path, None, FileFault::Truncated { expected: self.version.len, actual: upto }),
             },
-            Failure::Store(error) => match is_other(&error).then(now) {
-                Some(Ok(now)) if !self.version.is(&Version::of(&now)) => changed(),
-                _ => fault::error("read", &self.path, &error),
-            },
+            Failure::Store(error) => {
+                let error = fault::error("read", &self.path, &error);
+                match is_unclear(&error).then(now) {
+                    Some(Ok(now)) if !self.version.is(&Version::of(&now)) => changed(),
+                    _ => error,
+                }
+            }
         }
     }
+}
+
+/// Whether an error says nothing of the object.
+fn is_unclear(error: &Error) -> bool {
+    use std::io::ErrorKind::{NotFound, PermissionDenied};
+    matches!(error, Error::Io { source, .. } if !matches!(source.kind(), NotFound | PermissionDenied))
 }
 
 /// What comes of a range.
 enum Arrival {
     /// Bytes, and their offset in the object.
     Bytes(u64, bytes::Bytes),
-    Complete,
+    /// All bytes were sent.
+    Complete(Option<OwnedSemaphorePermit>),
     Failed(Failure),
 }
 
@@ -261,9 +290,9 @@ struct Ranged {
 impl Ranged {
     /// Sends the bytes of the range as they arrive.
     async fn stream(self, index: usize, to: Sender<(usize, Arrival)>) {
-        let _permit = self.shared.permits.acquire().await;
+        let permit = Arc::clone(&self.shared.permits).acquire_owned().await.ok();
         let last = match self.arrive(index, &to).await {
-            Ok(()) => Arrival::Complete,
+            Ok(()) => Arrival::Complete(permit),
             Err(failure) => Arrival::Failed(failure),
         };
         // The receiver is gone when nobody wants this any more.
@@ -352,6 +381,7 @@ impl Source for ObjectSource {
     }
 
     fn concurrency(&self) -> usize {
-        self.shared.in_flight.div_ceil(RANGES_OF_A_READ)
+        // At least two, which say that the store is far away.
+        self.shared.in_flight.div_ceil(RANGES_OF_A_READ).max(2)
     }
 }

@@ -1,12 +1,13 @@
 //! URLs of object stores.
 
 use std::sync::{Arc, Once};
+use std::time::Duration;
 
-use object_store::aws::AmazonS3Builder;
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
-use object_store::{ClientOptions, ObjectStore};
+use object_store::{BackoffConfig, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
 
 use crate::error::{Error, Result};
 
@@ -48,22 +49,15 @@ pub(super) fn store(url: &str) -> Result<(Arc<dyn ObjectStore>, String, bool)> {
     let Some((_, scheme)) = known else {
         return Err(Error::invalid(format!("no store is known for `{name}://`; those known are {}", schemes())));
     };
-    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    if let Some(why) = secret_in(url) {
+        return Err(Error::invalid(why));
+    }
+    let authority = rest.split('/').next().unwrap_or_default();
     if authority.is_empty() {
         return Err(Error::invalid(format!(
             "`{url}` names no {}",
             if *scheme == Scheme::Http { "host" } else { "bucket" }
         )));
-    }
-    // Those of Azure have a container there: `abfss://CONTAINER@ACCOUNT.HOST/`.
-    if authority.contains('@') && *scheme != Scheme::Azure {
-        let what = "a URL with a user's name or a password in it, which would be in every message; set them in the environment";
-        return Err(Error::invalid(what));
-    }
-    if *scheme == Scheme::Http && path.contains(['?', '#']) {
-        let what = "a URL with a query, such as a signed one, is not taken, since it names one object and a model has several; \
-                    set credentials in the environment, and open s3://BUCKET/..., gs://... or az://...";
-        return Err(Error::invalid(what));
     }
     static PROVIDER: Once = Once::new();
     // For TLS. Where the process has chosen one already, that one is used.
@@ -75,14 +69,74 @@ pub(super) fn store(url: &str) -> Result<(Arc<dyn ObjectStore>, String, bool)> {
     Ok((store, base, *scheme == Scheme::Http))
 }
 
+/// Why a URL is not taken, if credentials may be in it. The text has none of it.
+pub(super) fn secret_in(url: &str) -> Option<&'static str> {
+    let (name, rest) = url.split_once("://")?;
+    let authority = rest.split('/').next().unwrap_or_default();
+    // Those of Azure have a container there: `abfss://CONTAINER@ACCOUNT.HOST/`.
+    if authority.contains(':') && authority.contains('@') || authority.contains('@') && !name.starts_with('a') {
+        return Some(
+            "a URL with a user's name or a password in it is not taken, since it would be in every message; set them in the environment",
+        );
+    }
+    rest.contains(['?', '#']).then_some(
+        "a URL with a query, such as a signed one, is not taken, since it names one object and a model has several; set credentials \
+         in the environment, and open s3://BUCKET/..., gs://... or az://...",
+    )
+}
+
+/// How stubbornly a store is asked again. The storage's deadline ends it before.
+fn retry(seconds: u64) -> RetryConfig {
+    let backoff =
+        BackoffConfig { init_backoff: Duration::from_millis(100), max_backoff: Duration::from_secs(5), base: 3.0 };
+    RetryConfig { backoff, max_retries: 100, retry_timeout: Duration::from_secs(seconds) }
+}
+
+/// How long a whole answer may take: the storage's deadline is for bytes that do not come.
+const ANSWER: &str = "1 hour";
+
+/// After how long without a byte a connection is given up for another one.
+const SILENCE: &str = "20 seconds";
+
+/// What says in the environment who asks S3. Without any of it, the machine is asked, which fails soon where it is none of Amazon's.
+const S3_CREDENTIALS: [&str; 5] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+];
+
 fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
+    let (answer, silence) = (ClientConfigKey::Timeout, ClientConfigKey::ReadTimeout);
     Ok(match scheme {
-        Scheme::S3 => Arc::new(AmazonS3Builder::from_env().with_url(base).build()?),
-        Scheme::Gcs => Arc::new(GoogleCloudStorageBuilder::from_env().with_url(base).build()?),
-        Scheme::Azure => Arc::new(MicrosoftAzureBuilder::from_env().with_url(base).build()?),
+        Scheme::S3 => {
+            let known = S3_CREDENTIALS.iter().any(|name| std::env::var_os(name).is_some());
+            let builder = AmazonS3Builder::from_env()
+                .with_config(AmazonS3ConfigKey::Client(answer), ANSWER)
+                .with_config(AmazonS3ConfigKey::Client(silence), SILENCE)
+                .with_retry(retry(if known { 180 } else { 5 }));
+            Arc::new(builder.with_url(base).build()?)
+        }
+        Scheme::Gcs => {
+            let builder = GoogleCloudStorageBuilder::from_env()
+                .with_config(GoogleConfigKey::Client(answer), ANSWER)
+                .with_config(GoogleConfigKey::Client(silence), SILENCE)
+                .with_retry(retry(180));
+            Arc::new(builder.with_url(base).build()?)
+        }
+        Scheme::Azure => {
+            let builder = MicrosoftAzureBuilder::from_env()
+                .with_config(AzureConfigKey::Client(answer), ANSWER)
+                .with_config(AzureConfigKey::Client(silence), SILENCE)
+                .with_retry(retry(180));
+            Arc::new(builder.with_url(base).build()?)
+        }
         Scheme::Http => {
-            let options = ClientOptions::new().with_allow_http(base.starts_with("http://"));
-            Arc::new(HttpBuilder::new().with_url(base).with_client_options(options).build()?)
+            let plain = base.split("://").next().is_some_and(|name| name.eq_ignore_ascii_case("http"));
+            let options =
+                ClientOptions::new().with_allow_http(plain).with_config(answer, ANSWER).with_config(silence, SILENCE);
+            Arc::new(HttpBuilder::new().with_url(base).with_client_options(options).with_retry(retry(180)).build()?)
         }
     })
 }

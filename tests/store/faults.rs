@@ -8,7 +8,7 @@ use tensor_offload::backend::Clock;
 use tensor_offload::error::FileFault;
 use tensor_offload::load::Cancel;
 use tensor_offload::store::ObjectStorage;
-use tensor_offload::{Checkpoint, Error, Loader, Planner, Registry, Weights};
+use tensor_offload::{Adapter, Checkpoint, Error, Loader, Planner, Registry, Weights};
 use tracing_subscriber::layer::SubscriberExt;
 
 use crate::contents;
@@ -125,10 +125,10 @@ fn a_store_that_goes_silent_is_given_up() {
     assert!(matches!(Checkpoint::open_in(&storage, MODEL), Err(Error::TimedOut { .. })));
 }
 
-/// The server keeps silent for longer than the test waits, so only cancelling ends the load.
+/// The server takes longer than the test waits, so only cancelling ends the load.
 #[test]
 fn a_load_is_cancelled_within_a_range() {
-    for silent in [Fault::Stall, Fault::Silence] {
+    for silent in [Fault::Stall, Fault::Silence, Fault::Trickle] {
         let (server, _, checkpoint) = opened(8);
         server.misbehave(vec![silent; 100]);
         server.forget();
@@ -164,6 +164,44 @@ fn a_failure_ends_the_other_threads_of_a_load() {
     });
     let error = without_hanging("a load that failed".to_owned(), move || load.join().unwrap());
     assert_eq!(io_kind(&error), IoKind::PermissionDenied);
+}
+
+/// Weak tags match nothing, so they are not sent, and tell a change even so.
+#[test]
+fn weak_tags_are_compared_and_not_sent() {
+    let (server, file, _) = opened(12);
+    server.weaken_tags();
+    let checkpoint = Checkpoint::open_in(&server.storage(), MODEL).unwrap();
+    assert!(contents(&checkpoint) == contents(&Checkpoint::from_bytes("model", file.clone()).unwrap()));
+    server.put(MODEL, &file);
+    assert_eq!(fault(first_error(&checkpoint)).0, FileFault::Changed);
+}
+
+/// Credentials that are good for objects alone: what is not there is refused then.
+#[test]
+fn a_file_opens_where_nobody_may_list() {
+    let (server, file, _) = opened(13);
+    server.unlist();
+    let checkpoint = Checkpoint::open_in(&server.storage(), MODEL).unwrap();
+    assert!(contents(&checkpoint) == contents(&Checkpoint::from_bytes("model", file).unwrap()));
+    let other = Checkpoint::open_in(&server.storage(), "other.safetensors").unwrap_err();
+    assert_eq!(io_kind(&other), IoKind::PermissionDenied);
+}
+
+/// A configuration changes what an adapter does, so it is not left out because the store is busy.
+#[test]
+fn an_adapter_is_not_opened_without_a_configuration_that_cannot_be_asked_for() {
+    let server = Server::start();
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama-lora/");
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        server.put(&format!("lora/{file}"), &std::fs::read(format!("{folder}{file}")).unwrap());
+    }
+    let (storage, path) = (server.storage_with(1), "lora/adapter_model.safetensors");
+    Adapter::open_in(&storage, path, 1.0).unwrap();
+    // The path itself is asked for first.
+    server.misbehave_when_asked(vec![Fault::Status(503); 20]);
+    let error = Adapter::open_in(&storage, path, 1.0).unwrap_err();
+    assert!(error.to_string().contains("adapter_config.json") && error.to_string().contains("503"), "{error}");
 }
 
 #[test]

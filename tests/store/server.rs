@@ -28,6 +28,8 @@ pub(crate) enum Fault {
     Long,
     /// Half of the body, and then nothing.
     Stall,
+    /// The body, a few bytes at a time, which takes longer than any test waits.
+    Trickle,
     /// Nothing at all.
     Silence,
 }
@@ -56,8 +58,14 @@ struct State {
     objects: BTreeMap<String, Object>,
     faults: VecDeque<Fault>,
     asked: Vec<Asked>,
-    /// Whether `If-Match` is looked at.
+    /// Of requests for what an object is.
+    head_faults: VecDeque<Fault>,
+    /// Whether `If-Match` is not looked at.
     ignores_tags: bool,
+    /// Whether tags are weak ones, which match nothing.
+    weak: bool,
+    /// Whether nobody may list, so that what is not there is refused.
+    unlisted: bool,
     /// Ranges are answered once so many are waited for at a time.
     gate: usize,
     waiting: usize,
@@ -137,6 +145,21 @@ impl Server {
     /// Answers the next requests for bytes by these faults, one each.
     pub(crate) fn misbehave(&self, faults: impl IntoIterator<Item = Fault>) {
         self.shared.lock().faults = faults.into_iter().collect();
+    }
+
+    /// The same for requests for what an object is.
+    pub(crate) fn misbehave_when_asked(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.shared.lock().head_faults = faults.into_iter().collect();
+    }
+
+    /// Has tags be weak.
+    pub(crate) fn weaken_tags(&self) {
+        self.shared.lock().weak = true;
+    }
+
+    /// Lets nobody list.
+    pub(crate) fn unlist(&self) {
+        self.shared.lock().unlisted = true;
     }
 
     pub(crate) fn ignore_tags(&self) {
@@ -230,11 +253,18 @@ impl Shared {
                 assert!(!late.timed_out(), "fewer than {gate} requests at a time");
                 state = passed;
             }
-            let fault = if method == "GET" { state.faults.pop_front() } else { None };
+            let fault = if method == "GET" { state.faults.pop_front() } else { state.head_faults.pop_front() };
             let ignores = state.ignores_tags;
-            let object = state.objects.get(&key).cloned();
+            let mut object = state.objects.get(&key).cloned();
+            if let Some(object) = object.as_mut().filter(|_| state.weak) {
+                object.tag = format!("W/{}", object.tag);
+            }
+            let fault = fault.or((object.is_none() && state.unlisted).then_some(Fault::Status(403)));
             let wanted = header("if-match").filter(|_| !ignores);
-            let other = object.as_ref().zip(wanted).is_some_and(|(object, wanted)| object.tag != wanted);
+            let other = object
+                .as_ref()
+                .zip(wanted)
+                .is_some_and(|(object, wanted)| object.tag != wanted || wanted.starts_with("W/"));
             (object, if other { Some(Fault::Status(412)) } else { fault })
         };
         if let Some(Fault::Status(status)) = fault {
@@ -264,6 +294,15 @@ impl Shared {
             Some(Fault::Short) => respond(to, status, &more, &body[..body.len() / 2], &method),
             Some(Fault::Long) => respond(to, status, &more, &[body, b"more"].concat(), &method),
             Some(Fault::Silence) => self.hold(),
+            Some(Fault::Trickle) => {
+                let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{more}\r\n", body.len());
+                to.write_all(head.as_bytes()).ok()?;
+                for few in body.chunks(64) {
+                    to.write_all(few).ok()?;
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Some(())
+            }
             Some(fault) => {
                 let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{more}\r\n", body.len());
                 to.write_all(head.as_bytes()).ok()?;
@@ -287,6 +326,9 @@ impl Shared {
         };
         let prefix = value("prefix");
         let mut state = self.lock();
+        if state.unlisted {
+            return respond(to, "403 Forbidden", "", b"<Error><Code>AccessDenied</Code></Error>", "GET");
+        }
         state.asked.push(Asked { method: "LIST".to_owned(), key: prefix.clone(), range: None });
         self.changed.notify_all();
         let (mut contents, mut folders) = (String::new(), std::collections::BTreeSet::new());

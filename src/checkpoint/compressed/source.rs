@@ -282,6 +282,10 @@ impl Source for CompressedSource {
         self.file.may_stay()
     }
 
+    fn concurrency(&self) -> usize {
+        self.file.concurrency()
+    }
+
     fn stored(&self, at: u64, len: u64) -> u64 {
         let (mut stored, end) = (0, at.saturating_add(len));
         let spans = &self.spans[self.spans.partition_point(|span| span.begin + span.bytes <= at)..];

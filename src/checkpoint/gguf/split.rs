@@ -109,7 +109,10 @@ pub(in crate::checkpoint) fn complete(
         return Err(Error::file(path, None, GgufFault::UnnamedPart { number, count }.into()));
     };
     let names: Vec<String> = (1..=count).map(|number| name(base, number, count, file_name)).collect();
-    let missing = |name: &&String| matches!(look.kind(&path.with_file_name(name)), Ok(None));
+    look.look_into(path.parent().unwrap_or(Path::new("")));
+    // So is one whose link leads nowhere.
+    let missing =
+        |name: &&String| matches!(look.is_absent(&path.with_file_name(name)), Ok(true) | Err(Error::File { .. }));
     let absent: Vec<String> = names.iter().filter(missing).cloned().collect();
     if !absent.is_empty() {
         return Err(Error::file(path, None, GgufFault::MissingParts { count, files: absent }.into()));

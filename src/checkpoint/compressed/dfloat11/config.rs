@@ -86,7 +86,7 @@ impl DFloat11 {
         }
 
         let path = folder.join("config.json");
-        if look.kind(&path)?.is_none() {
+        if !look.exists(&path)? {
             return Ok(None);
         }
         let bad = |reason| FileFault::BadConfig { reason };
