@@ -14,6 +14,9 @@ pub(super) type Opened = (Arc<dyn Source>, Header);
 /// Opens files, each with its number in the checkpoint, and reads their headers. The result has their order.
 pub(super) type Open<'o> = &'o mut dyn FnMut(Vec<(usize, PathBuf)>) -> Result<Vec<Opened>>;
 
+/// The most threads that open files.
+const MOST: usize = 64;
+
 /// Opens files one after the other by `open`.
 ///
 /// # Errors
@@ -32,7 +35,7 @@ pub(super) fn each(
 /// As [`Storage::open`] and [`Header::read`], of the first file that fails.
 pub(super) fn of(storage: &dyn Storage, files: Vec<(usize, PathBuf)>) -> Result<Vec<Opened>> {
     let places: Vec<Mutex<Option<Result<Opened>>>> = files.iter().map(|_| Mutex::default()).collect();
-    let permits = Permits::new(storage.concurrency().saturating_sub(1));
+    let permits = Permits::new(storage.concurrency().clamp(1, MOST) - 1);
     let items = files.into_iter().zip(&places).collect();
     work_through(
         items,

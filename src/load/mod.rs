@@ -82,6 +82,9 @@ pub struct Loader<'a> {
     host_cache: ByteSize,
 }
 
+/// The most threads that a load has for a source that would have more. Each has a staging buffer.
+const MOST_READERS: usize = 32;
+
 impl<'a> Loader<'a> {
     /// A loader with one worker per core (at most 8), or more for files far away. Its deadline for a copy is that of the [limits](Registry::limits).
     pub fn new(registry: &'a Registry) -> Loader<'a> {
@@ -162,7 +165,7 @@ impl<'a> Loader<'a> {
         self.workers.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
             let sources = weights.map_or(&[][..], |weights| weights.checkpoint().sources());
-            sources.iter().map(|source| source.concurrency()).fold(cores, usize::max)
+            sources.iter().map(|source| source.concurrency().min(MOST_READERS)).fold(cores, usize::max)
         })
     }
 

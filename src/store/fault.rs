@@ -19,7 +19,10 @@ pub(super) fn error(action: &'static str, path: &Path, error: &object_store::Err
     use object_store::Error as E;
     let io = |kind, text: String| Error::io(action, path)(io::Error::new(kind, text));
     match error {
-        E::NotFound { .. } => io(io::ErrorKind::NotFound, "the store has no such object".to_owned()),
+        E::NotFound { .. } => {
+            let what = if action == "list" { "bucket" } else { "object" };
+            io(io::ErrorKind::NotFound, format!("the store has no such {what}"))
+        }
         E::Precondition { .. } => Error::file(path, None, FileFault::Changed),
         E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
             let answer = answer(error).map_or(String::new(), |answer| format!(" ({answer})"));
@@ -47,7 +50,8 @@ fn cause(error: &object_store::Error) -> (io::ErrorKind, String) {
     if let Some(answer) = answer(error) {
         return (io::ErrorKind::Other, format!("the store answers {answer}"));
     }
-    let Some(http) = chain(error).find_map(|cause| cause.downcast_ref::<HttpError>()) else {
+    // The innermost, as the client found it.
+    let Some(http) = chain(error).filter_map(|cause| cause.downcast_ref::<HttpError>()).last() else {
         return (io::ErrorKind::Other, last(error));
     };
     let kind = match http.kind() {
@@ -56,11 +60,16 @@ fn cause(error: &object_store::Error) -> (io::ErrorKind, String) {
         HttpErrorKind::Interrupted => io::ErrorKind::ConnectionAborted,
         _ => io::ErrorKind::Other,
     };
-    (kind, format!("the store cannot be reached: {}", last(error)))
+    (kind, unreachable(http))
+}
+
+/// What is said of a request without an answer.
+pub(super) fn unreachable(error: &HttpError) -> String {
+    format!("the store cannot be reached: {}", last(error))
 }
 
 /// The text of the first cause, unless it may have the text of an answer in it.
-fn last(error: &object_store::Error) -> String {
+fn last(error: &(dyn std::error::Error + 'static)) -> String {
     let text = chain(error).last().map_or(String::new(), ToString::to_string);
     match text.starts_with("Server returned") || text.contains(['<', '"', '{']) {
         true => "its answer is not understood".to_owned(),
@@ -81,7 +90,9 @@ fn answer(error: &object_store::Error) -> Option<String> {
 }
 
 /// An error and its causes.
-fn chain(error: &object_store::Error) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+fn chain<'e>(
+    error: &'e (dyn std::error::Error + 'static),
+) -> impl Iterator<Item = &'e (dyn std::error::Error + 'static)> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     std::iter::from_fn(move || {
         let error = next?;

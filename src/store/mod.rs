@@ -25,6 +25,7 @@
 //! read. Every answer is checked to be of the object that was opened. A store that is told to stop sends nothing more: cancelling a load
 //! ends its reads at once. All of this can be called from within a runtime of the caller's; like all reads, it blocks the thread.
 
+mod client;
 mod fault;
 mod ranges;
 mod runtime;
@@ -43,6 +44,7 @@ use tokio::sync::Semaphore;
 
 use crate::error::{Error, Result};
 use crate::transfer::{Entry, PathKind, Source, Storage};
+use client::Trouble;
 use source::{ObjectSource, Shared};
 pub use url::is_url;
 
@@ -79,7 +81,7 @@ pub struct Traffic {
 impl ObjectStorage {
     /// A storage of a store that the caller has set up. Paths are keys in it.
     pub fn new(store: Arc<dyn ObjectStore>) -> ObjectStorage {
-        ObjectStorage::called(store, String::new(), false)
+        ObjectStorage::called(store, String::new(), false, None)
     }
 
     /// The storage that has a URL: `s3://BUCKET/...` (or `s3a`), `gs://BUCKET/...`, `az://CONTAINER/...` (or `abfs`, `abfss`),
@@ -100,16 +102,22 @@ impl ObjectStorage {
     /// # Errors
     /// [`Error::Invalid`] when it is no such URL, has credentials or a query in it, or the environment's settings cannot be used.
     pub fn from_url(url: &str) -> Result<ObjectStorage> {
-        let (store, base, encoded) = url::store(url)?;
-        Ok(ObjectStorage::called(store, base, encoded))
+        let url::Store { store, base, encoded, trouble } = url::store(url)?;
+        Ok(ObjectStorage::called(store, base, encoded, Some(trouble)))
     }
 
-    fn called(store: Arc<dyn ObjectStore>, base: String, encoded: bool) -> ObjectStorage {
+    fn called(
+        store: Arc<dyn ObjectStore>,
+        base: String,
+        encoded: bool,
+        trouble: Option<Arc<Trouble>>,
+    ) -> ObjectStorage {
         let shared = Shared {
             store,
             permits: Arc::new(Semaphore::new(IN_FLIGHT)),
             in_flight: IN_FLIGHT,
             deadline: DEADLINE,
+            trouble,
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
         };
@@ -121,21 +129,20 @@ impl ObjectStorage {
     #[must_use]
     pub fn in_flight(self, requests: usize) -> ObjectStorage {
         let in_flight = requests.clamp(1, Semaphore::MAX_PERMITS);
-        let Shared { store, deadline, .. } = &*self.shared;
-        self.with(Arc::clone(store), in_flight, *deadline)
+        self.with(in_flight, self.shared.deadline)
     }
 
     /// Sets how long the store may send nothing, while it is asked again after errors, before a read fails. Default: one minute.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> ObjectStorage {
-        let Shared { store, in_flight, .. } = &*self.shared;
-        self.with(Arc::clone(store), *in_flight, deadline)
+        self.with(self.shared.in_flight, deadline)
     }
 
-    fn with(&self, store: Arc<dyn ObjectStore>, in_flight: usize, deadline: Duration) -> ObjectStorage {
+    fn with(&self, in_flight: usize, deadline: Duration) -> ObjectStorage {
         let permits = Arc::new(Semaphore::new(in_flight));
+        let (store, trouble) = (Arc::clone(&self.shared.store), self.shared.trouble.clone());
         let (requests, bytes) = Default::default();
-        let shared = Shared { store, permits, in_flight, deadline, requests, bytes };
+        let shared = Shared { store, permits, in_flight, deadline, trouble, requests, bytes };
         ObjectStorage { shared: Arc::new(shared), base: self.base.clone(), encoded: self.encoded }
     }
 
@@ -234,7 +241,8 @@ impl Storage for ObjectStorage {
 
     fn open(&self, path: &Path) -> Result<Arc<dyn Source>> {
         let (key, name) = self.key(path)?;
-        Ok(Arc::new(ObjectSource::open(&self.shared, name, key, &self.base)?))
+        let place = format!("{} {}", self.base, self.shared.store);
+        Ok(Arc::new(ObjectSource::open(&self.shared, name, key, &place)?))
     }
 
     fn concurrency(&self) -> usize {

@@ -13,6 +13,7 @@ use object_store::{GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreEx
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
+use super::client::Trouble;
 use super::fault;
 use super::ranges::{Wanted, ranges, scatter};
 use super::runtime::runtime;
@@ -38,6 +39,8 @@ pub(super) struct Shared {
     pub(super) in_flight: usize,
     /// How long the store may send nothing.
     pub(super) deadline: Duration,
+    /// What the client has met, where it is the library's.
+    pub(super) trouble: Option<Arc<Trouble>>,
     pub(super) requests: AtomicU64,
     pub(super) bytes: AtomicU64,
 }
@@ -74,7 +77,12 @@ impl Shared {
     }
 
     fn timed_out(&self, path: &Path) -> Error {
-        Error::TimedOut { what: format!("the store to send bytes of {}", path.display()), after: self.deadline }
+        let trouble = self.trouble.as_ref().and_then(|trouble| trouble.last());
+        let trouble = trouble.map_or(String::new(), |trouble| format!(" (last, {trouble})"));
+        Error::TimedOut {
+            what: format!("the store to send bytes of {}{trouble}", path.display()),
+            after: self.deadline,
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::{BackoffConfig, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
 
+use super::client::{Connector, Trouble};
 use crate::error::{Error, Result};
 
 /// The stores that URLs are of.
@@ -38,11 +39,22 @@ pub fn is_url(text: &str) -> bool {
     })
 }
 
-/// The store that has a URL, what all URLs of it begin with, and whether these are encoded as URLs of the web are.
+/// The store that has a URL.
+pub(super) struct Store {
+    pub(super) store: Arc<dyn ObjectStore>,
+    /// What all URLs of it begin with.
+    pub(super) base: String,
+    /// Whether they are encoded as URLs of the web are.
+    pub(super) encoded: bool,
+    /// What its client has met.
+    pub(super) trouble: Arc<Trouble>,
+}
+
+/// The store that has a URL.
 ///
 /// # Errors
 /// [`Error::Invalid`], without the URL where that may have credentials.
-pub(super) fn store(url: &str) -> Result<(Arc<dyn ObjectStore>, String, bool)> {
+pub(super) fn store(url: &str) -> Result<Store> {
     let schemes = || SCHEMES.map(|(name, _)| format!("{name}://")).join(", ");
     let (name, rest) = url.split_once("://").ok_or_else(|| Error::invalid(format!("`{url}` is no URL")))?;
     let known = SCHEMES.iter().find(|(scheme, _)| name.eq_ignore_ascii_case(scheme));
@@ -63,10 +75,25 @@ pub(super) fn store(url: &str) -> Result<(Arc<dyn ObjectStore>, String, bool)> {
     // For TLS. Where the process has chosen one already, that one is used.
     PROVIDER.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let base = format!("{name}://{authority}/");
-    let store = build(*scheme, &base).map_err(|error| {
+    if *scheme == Scheme::S3
+        && let Some(name) = S3_ENDPOINTS.iter().find(|name| is_plain(name))
+        && !std::env::var("AWS_ALLOW_HTTP")
+            .is_ok_and(|allowed| ["1", "on", "true", "yes", "y"].contains(&&*allowed.to_lowercase()))
+    {
+        return Err(Error::invalid(format!(
+            "{name} is http://, without TLS; set AWS_ALLOW_HTTP=true if that is meant"
+        )));
+    }
+    let trouble = Arc::new(Trouble::default());
+    let store = build(*scheme, &base, Connector(Arc::clone(&trouble))).map_err(|error| {
         Error::invalid(format!("the store of {base} cannot be used with the settings in the environment: {error}"))
     })?;
-    Ok((store, base, *scheme == Scheme::Http))
+    Ok(Store { store, base, encoded: *scheme == Scheme::Http, trouble })
+}
+
+/// Whether a variable has a URL without TLS.
+fn is_plain(name: &str) -> bool {
+    std::env::var(name).is_ok_and(|url| url.to_ascii_lowercase().starts_with("http://"))
 }
 
 /// Why a URL is not taken, if credentials may be in it. The text has none of it.
@@ -98,6 +125,9 @@ const ANSWER: &str = "1 hour";
 /// After how long without a byte a connection is given up for another one.
 const SILENCE: &str = "20 seconds";
 
+/// What says in the environment where S3 is.
+const S3_ENDPOINTS: [&str; 3] = ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"];
+
 /// What says in the environment who asks S3. Without any of it, the machine is asked, which fails soon where it is none of Amazon's.
 const S3_CREDENTIALS: [&str; 5] = [
     "AWS_ACCESS_KEY_ID",
@@ -107,12 +137,13 @@ const S3_CREDENTIALS: [&str; 5] = [
     "AWS_SKIP_SIGNATURE",
 ];
 
-fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
+fn build(scheme: Scheme, base: &str, connector: Connector) -> object_store::Result<Arc<dyn ObjectStore>> {
     let (answer, silence) = (ClientConfigKey::Timeout, ClientConfigKey::ReadTimeout);
     Ok(match scheme {
         Scheme::S3 => {
             let known = S3_CREDENTIALS.iter().any(|name| std::env::var_os(name).is_some());
             let builder = AmazonS3Builder::from_env()
+                .with_http_connector(connector)
                 .with_config(AmazonS3ConfigKey::Client(answer), ANSWER)
                 .with_config(AmazonS3ConfigKey::Client(silence), SILENCE)
                 .with_retry(retry(if known { 180 } else { 5 }));
@@ -120,6 +151,7 @@ fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore
         }
         Scheme::Gcs => {
             let builder = GoogleCloudStorageBuilder::from_env()
+                .with_http_connector(connector)
                 .with_config(GoogleConfigKey::Client(answer), ANSWER)
                 .with_config(GoogleConfigKey::Client(silence), SILENCE)
                 .with_retry(retry(180));
@@ -127,6 +159,7 @@ fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore
         }
         Scheme::Azure => {
             let builder = MicrosoftAzureBuilder::from_env()
+                .with_http_connector(connector)
                 .with_config(AzureConfigKey::Client(answer), ANSWER)
                 .with_config(AzureConfigKey::Client(silence), SILENCE)
                 .with_retry(retry(180));
@@ -136,7 +169,14 @@ fn build(scheme: Scheme, base: &str) -> object_store::Result<Arc<dyn ObjectStore
             let plain = base.split("://").next().is_some_and(|name| name.eq_ignore_ascii_case("http"));
             let options =
                 ClientOptions::new().with_allow_http(plain).with_config(answer, ANSWER).with_config(silence, SILENCE);
-            Arc::new(HttpBuilder::new().with_url(base).with_client_options(options).with_retry(retry(180)).build()?)
+            Arc::new(
+                HttpBuilder::new()
+                    .with_http_connector(connector)
+                    .with_url(base)
+                    .with_client_options(options)
+                    .with_retry(retry(180))
+                    .build()?,
+            )
         }
     })
 }
@@ -165,7 +205,7 @@ mod tests {
             let said = refused(url);
             assert!(!said.contains("hunter2") && !said.is_empty(), "{said}");
         }
-        let (_, base, encoded) = store("http://127.0.0.1:1/a%20b/model.safetensors").unwrap();
+        let Store { base, encoded, .. } = store("http://127.0.0.1:1/a%20b/model.safetensors").unwrap();
         assert_eq!((base.as_str(), encoded), ("http://127.0.0.1:1/", true));
     }
 }

@@ -76,7 +76,8 @@ pub trait Source: Send + Sync + fmt::Debug {
     }
 
     /// How many threads best read the source at a time. The default is one, which stands for as many as there are cores; of a source
-    /// that is far away, several take no longer than one. A load has [as many](crate::Loader::workers).
+    /// that is far away, several take no longer than one. A load has as many, up to 32, unless it is
+    /// [told](crate::Loader::workers) a number.
     fn concurrency(&self) -> usize {
         1
     }

@@ -44,7 +44,7 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// [`Error::Io`] when there is none, or it cannot be opened.
     fn open(&self, path: &Path) -> Result<Arc<dyn Source>>;
 
-    /// How many files are best opened at a time: as many threads do so. The default is one; of a place that is far away, several take
+    /// How many files are best opened at a time: as many threads do so, up to 64. The default is one; of a place that is far away, several take
     /// no longer than one.
     fn concurrency(&self) -> usize {
         1

@@ -217,6 +217,28 @@ fn the_web_serves_files_too() {
     assert!(other.to_string().contains("other.safetensors"), "{other}");
 }
 
+/// A store that never answers is likely called by a wrong name, so its error comes soon, and says why.
+#[test]
+fn a_store_that_is_not_there_is_not_waited_for() {
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let url = format!("http://{nobody}/model.safetensors");
+    let error = Checkpoint::open_in(&ObjectStorage::from_url(&url).unwrap(), &url).unwrap_err();
+    assert_eq!(io_kind(&error), IoKind::NotConnected);
+    assert!(error.to_string().contains("refused"), "{error}");
+}
+
+/// One that is given up after a time says what it answered.
+#[test]
+fn what_a_busy_store_answers_is_in_the_error_of_a_deadline() {
+    let (server, _, _) = opened(14);
+    let url = server.url(MODEL);
+    let storage = ObjectStorage::from_url(&url).unwrap().deadline(Duration::from_millis(400));
+    let checkpoint = Checkpoint::open_in(&storage, &url).unwrap();
+    server.misbehave(vec![Fault::Status(503); 1000]);
+    let error = first_error(&checkpoint);
+    assert!(matches!(&error, Error::TimedOut { .. }) && error.to_string().contains("503"), "{error}");
+}
+
 /// Everything that is logged, in all spans.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<String>>);

@@ -14,6 +14,9 @@ pub(super) const NAME_LIMIT: u64 = (1 << 16) - 1;
 /// The bytes that are read at once.
 const PIECE: u64 = 1 << 18;
 
+/// The same of a source far away, where a tokenizer would take as many questions as it has pieces.
+const FAR_PIECE: u64 = 1 << 22;
+
 /// A position in a file, and the bytes after it that have been read.
 pub(super) struct Cursor<'a> {
     source: &'a dyn Source,
@@ -61,7 +64,8 @@ impl<'a> Cursor<'a> {
         let end = self.end(count)?;
         if end > self.begin + self.bytes.len() as u64 {
             // At most `HEADER_LIMIT`.
-            let wanted = count.max(PIECE.min(self.left()));
+            let piece = if self.source.concurrency() > 1 && self.at > 0 { FAR_PIECE } else { PIECE };
+            let wanted = count.max(piece.min(self.left()));
             self.bytes.resize(wanted as usize, 0);
             self.begin = self.at;
             self.source.read_at(self.at, &mut self.bytes)?;
