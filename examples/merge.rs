@@ -77,7 +77,8 @@ impl support::Example for Args {
     fn run(mut self) -> Result<Value> {
         // A cast of its own comes later, and counts.
         self.adapters.casts.casts.splice(..0, self.promote.map(|dtype| dtype.to_string()));
-        let weights = self.adapters.apply_to(&Places::default(), &self.base)?;
+        let places = Places::default();
+        let weights = self.adapters.apply_to(&places, places.checkpoint(&self.base)?)?;
         let gguf = self.gguf_metadata(&weights)?;
         if self.compress && gguf.is_some() {
             return Err(Error::Invalid { reason: NO_COMPRESSED_GGUF.to_owned() });

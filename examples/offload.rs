@@ -165,11 +165,11 @@ impl Args {
         let mut adapters = self.adapters.clone();
         adapters.deferred = self.deferred.patterns()?;
         match &self.model {
-            Some(model) => adapters.apply_to(places, model),
+            Some(model) => adapters.apply_to(places, places.checkpoint(model)?),
             None if adapters.adapters.is_empty() => {
                 adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
             }
-            None => adapters.apply_to(places, TINY_LLAMA),
+            None => adapters.apply_to(places, Checkpoint::open(TINY_LLAMA)?),
         }
     }
 

@@ -20,6 +20,9 @@ mod gguf_tokenizer;
 mod llama;
 #[path = "support/peak.rs"]
 mod peak;
+#[allow(dead_code, reason = "only adapters are opened so here")]
+#[path = "../../examples/support/places.rs"]
+mod places;
 #[path = "support/ways.rs"]
 mod ways;
 
@@ -31,6 +34,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use compute::Compute;
 use generate::Chat;
+use places::Places;
 use serde_json::{Value, json};
 use tensor_offload::{ByteSize, Checkpoint, DType, DeviceId, Registry, Weights};
 use ways::{Job, Run, Way};
@@ -134,7 +138,7 @@ impl Args {
     fn job(&self, path: &Path) -> Result<(Job, Option<Chat>)> {
         let checkpoint = Checkpoint::open(path)?;
         let in_blocks = checkpoint.gguf().is_some();
-        let weights = self.adapters.apply_to(checkpoint)?;
+        let weights = self.adapters.apply_to(&Places::default(), checkpoint)?;
         let Family { config, chat, mut ends } = if in_blocks { in_file(path, &weights)? } else { in_folder(path)? };
         let bytes = || self.prompt.bytes().map(|byte| u32::from(byte) % config.vocab_size.max(1) as u32).collect();
         let prompt = chat.as_ref().map_or_else(|| Ok(bytes()), |chat| chat.prompt(&self.prompt))?;

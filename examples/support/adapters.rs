@@ -54,9 +54,8 @@ enum ScalesOption {
 }
 
 impl AdapterOptions {
-    /// The checkpoint at a path or URL with these adapters.
-    pub(crate) fn apply_to(&self, places: &Places, model: impl AsRef<Path>) -> Result<Weights> {
-        let checkpoint = places.checkpoint(model)?;
+    /// The checkpoint with these adapters, which are in `places`.
+    pub(crate) fn apply_to(&self, places: &Places, checkpoint: Checkpoint) -> Result<Weights> {
         let adapters = self.open(places)?;
         self.merge(checkpoint, adapters)
     }
