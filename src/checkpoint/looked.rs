@@ -40,7 +40,8 @@ impl<'s> Looked<'s> {
     /// # Errors
     /// As [`Storage::kind`]; [`Error::Io`] when nothing is there.
     pub(crate) fn kind_of_existing(&self, path: &Path) -> Result<PathKind> {
-        let missing = || Error::io("open", path)(std::io::ErrorKind::NotFound.into());
+        let nothing = || std::io::Error::new(std::io::ErrorKind::NotFound, "no such file or folder");
+        let missing = || Error::io("open", path)(nothing());
         self.kind(path)?.ok_or_else(missing)
     }
 
