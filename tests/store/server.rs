@@ -341,7 +341,7 @@ impl Shared {
                         "<Contents><Key>{key}</Key><Size>{}</Size><ETag>{tag}</ETag>\
                      <LastModified>2026-12-01T00:00:00.000Z</LastModified></Contents>",
                         bytes.len()
-                    )
+                    );
                 }
             }
         }
