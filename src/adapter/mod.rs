@@ -106,7 +106,8 @@ impl Adapter {
     /// As [`open`](Adapter::open), and those of the storage and of its sources.
     pub fn open_in(storage: &dyn Storage, path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
         let (look, path) = (&Looked::at(storage), path.as_ref());
-        if look.is_folder(path) {
+        // A store that is busy for a moment must not have a folder opened without its configuration.
+        if look.is_known_folder(path)? {
             return Adapter::open_folder(look, &model_folder(look, path)?, strength);
         }
         let folder = match path.parent() {

@@ -97,6 +97,18 @@ impl<'s> Looked<'s> {
         self.noted(path) == Some(Some(PathKind::File))
     }
 
+    /// As [`is_folder`](Looked::is_folder), of a path that decides what is read next.
+    ///
+    /// # Errors
+    /// Those of a storage far away.
+    pub(crate) fn is_known_folder(&self, path: &Path) -> Result<bool> {
+        match self.kind(path) {
+            Ok(kind) => Ok(kind == Some(PathKind::Folder)),
+            Err(error) if self.is_far() => Err(error),
+            Err(_) => Ok(false),
+        }
+    }
+
     /// Whether a folder is there. What cannot be looked at is none.
     pub(crate) fn is_folder(&self, path: &Path) -> bool {
         matches!(self.kind(path), Ok(Some(PathKind::Folder)))
