@@ -244,7 +244,13 @@ impl Patches {
     ///
     /// # Errors
     /// As [`Weights::defer`](super::Weights::defer).
-    pub(super) fn lay_out(mut self, stored: &Layout) -> Result<Patches> {
+    pub(super) fn lay_out(self, stored: &Layout) -> Result<Patches> {
+        let policy = self.policy.1;
+        self.laid_out(stored)?.scales(policy)
+    }
+
+    /// As [`lay_out`](Patches::lay_out), with the scales as they are.
+    fn laid_out(mut self, stored: &Layout) -> Result<Patches> {
         // Tensors of the same bytes are cast together, but for one that changed when the others were cast.
         let (mut types, mut apart) = (BTreeMap::new(), BTreeSet::new());
         for tensor in stored.tensor_ids() {
@@ -266,8 +272,29 @@ impl Patches {
         });
         let factors: Vec<_> = factors.collect();
         self.layout = stored.patched(&changed)?.cast(&self.casts())?.with_factors(&factors)?;
-        let policy = self.policy.1;
-        self.scales(policy)
+        Ok(self)
+    }
+
+    /// What these patches, of a whole checkpoint, are for a part of it.
+    ///
+    /// # Errors
+    /// [`Error::Shard`] for a weight that can be divided no more once it is padded.
+    pub(super) fn part(&self, checkpoint: &Checkpoint) -> Result<Patches> {
+        let part = checkpoint.part().ok_or_else(|| Error::bug("patches for a part of a checkpoint that is none"))?;
+        let whole = part.whole().layout();
+        let is_padded = |(tensor, patch): (&TensorId, &TensorPatch)| patch.patched_shape() != whole.at(*tensor).shape;
+        let padded = self.tensors.iter().any(is_padded).then(|| part.cuts_of(&self.layout)).transpose()?;
+        let (mut tensors, mut deferred) = (BTreeMap::new(), BTreeMap::new());
+        for (tensor, (of, cut)) in checkpoint.layout().tensor_ids().zip(part.tensors()) {
+            if let Some(patch) = self.tensors.get(of) {
+                let patched = padded.as_ref().map_or(cut, |padded| &padded[*of]);
+                tensors.extend(patch.part(*of, cut.as_ref(), patched.as_ref())?.map(|patch| (tensor, patch)));
+            }
+            deferred.extend(self.deferred.get(of).map(|deferral| (tensor, deferral.part(cut.as_ref()))));
+        }
+        let (layout, report, origins) = (checkpoint.layout().clone(), self.report.clone(), self.origins.clone());
+        let patches = Patches { tensors, deferred, with_head: None, layout, report, origins, policy: self.policy };
+        patches.laid_out(checkpoint.layout())
     }
 
     /// The patch of a tensor, to be changed.

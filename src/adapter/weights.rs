@@ -35,13 +35,16 @@ use crate::rounding::Rounding;
 pub struct Weights {
     checkpoint: Checkpoint,
     patches: Patches,
+    /// Of a checkpoint that is a part of another: the weights of the whole, which decide what becomes of those of the part.
+    whole: Option<Box<Weights>>,
 }
 
 impl Weights {
     /// A checkpoint without adapters.
     pub fn new(checkpoint: Checkpoint) -> Weights {
         let patches = Patches::none(checkpoint.layout());
-        Weights { checkpoint, patches }
+        let whole = checkpoint.part().map(|part| Box::new(Weights::new(part.whole().clone())));
+        Weights { checkpoint, patches, whole }
     }
 
     /// A checkpoint with `adapters` merged into it, in this order.
@@ -105,16 +108,37 @@ impl Weights {
         matching: Matching,
         packed: &PackedWeights,
     ) -> Result<Weights> {
+        if let Some(part) = checkpoint.part() {
+            let whole = Weights::resolved(part.whole().clone(), adapters, matching, packed)?;
+            // A head that came to differ from its embedding is a tensor more.
+            let untied = whole.patches.with_head().map(|_| part.of_other(&whole.checkpoint)).transpose()?;
+            return Weights::part(whole, untied.unwrap_or(checkpoint));
+        }
         let patches = Patches::resolve_in(&checkpoint, adapters, matching, packed)?;
         let with_head = patches.with_head().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
         let checkpoint = with_head.unwrap_or(checkpoint);
-        Ok(Weights { checkpoint, patches })
+        Ok(Weights { checkpoint, patches, whole: None })
+    }
+
+    /// The weights of a part of the checkpoint of `whole`.
+    fn part(whole: Weights, checkpoint: Checkpoint) -> Result<Weights> {
+        let patches = whole.patches.part(&checkpoint)?;
+        Ok(Weights { checkpoint, patches, whole: Some(Box::new(whole)) })
+    }
+
+    /// These weights with other patches, which are those of the whole if they are a part.
+    fn with(self, change: impl FnOnce(Patches, &Checkpoint) -> Result<Patches>) -> Result<Weights> {
+        match self.whole {
+            Some(whole) => Weights::part(whole.with(change)?, self.checkpoint),
+            None => Ok(Weights { patches: change(self.patches, &self.checkpoint)?, ..self }),
+        }
     }
 
     /// Sets how all tensors that are patched or cast are rounded.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Weights {
         self.patches = self.patches.rounding(rounding);
+        self.whole = self.whole.map(|whole| Box::new(whole.rounding(rounding)));
         self
     }
 
@@ -122,9 +146,8 @@ impl Weights {
     ///
     /// # Errors
     /// As [`Patches::scales`].
-    pub fn scales(mut self, policy: ScalePolicy) -> Result<Weights> {
-        self.patches = self.patches.scales(policy)?;
-        Ok(self)
+    pub fn scales(self, policy: ScalePolicy) -> Result<Weights> {
+        self.with(|patches, _| patches.scales(policy))
     }
 
     /// Casts the tensors that `pattern` names to `dtype` while they load. May be called several times; a later call decides for
@@ -181,9 +204,8 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::Unpatchable`] naming a weight whose type values cannot become, with [`AdapterFault::NotWritten`].
-    pub fn requantise(mut self) -> Result<Weights> {
-        self.patches = self.patches.requantise()?;
-        Ok(self)
+    pub fn requantise(self) -> Result<Weights> {
+        self.with(|patches, _| patches.requantise())
     }
 
     /// Leaves the weights that `pattern` names as they are in the file, and keeps what adapters change of them as factors of type
@@ -235,9 +257,9 @@ impl Weights {
     /// whole differences and replacements, padding) or changes a vector (a bias, a norm);
     /// [`FactorType`](AdapterFault::FactorType) for another type; [`FactorRange`](AdapterFault::FactorRange) for a factor that would be infinite
     /// in it; [`FactorName`](AdapterFault::FactorName) when the checkpoint has tensors of the factors' names.
-    pub fn defer(mut self, pattern: impl Into<String>, dtype: DType) -> Result<Weights> {
-        self.patches = self.patches.defer(&self.checkpoint, pattern.into(), dtype)?;
-        Ok(self)
+    pub fn defer(self, pattern: impl Into<String>, dtype: DType) -> Result<Weights> {
+        let pattern = pattern.into();
+        self.with(|patches, checkpoint| patches.defer(checkpoint, pattern, dtype))
     }
 
     /// Lets a plan keep modules [compressed](crate::Planner::compress) that no file has so, or that adapters change: their codes
@@ -268,9 +290,8 @@ impl Weights {
         Ok(self)
     }
 
-    fn cast_all(mut self, which: Which, dtype: DType) -> Result<Weights> {
-        self.patches = self.patches.cast(&self.checkpoint, which, dtype)?;
-        Ok(self)
+    fn cast_all(self, which: Which, dtype: DType) -> Result<Weights> {
+        self.with(|patches, checkpoint| patches.cast(checkpoint, which, dtype))
     }
 
     /// The unpatched checkpoint. If the [report](Weights::report) tells of an untied head, it has that as a last tensor, with the

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::compressed::dfloat11::DFloat11;
 use super::folder;
@@ -13,6 +14,7 @@ use super::json::Entries;
 use super::looked::Looked;
 use super::opened::Opened;
 use super::quantised::Stated;
+use super::shard::Network;
 use super::text::read_json;
 use crate::error::{Error, FileFault, GgufFault, Result};
 use crate::transfer::PathKind;
@@ -173,8 +175,29 @@ fn leaves_folder(entry: &str) -> bool {
     drive || entry.starts_with(separator) || entry.split(separator).any(|part| part == "..")
 }
 
-/// What `config.json` in the folder says of the head and the embedding; [`Tied::No`] without the file.
-pub(super) fn tied_embeddings(look: &Looked<'_>, folder: &Path) -> Result<Tied> {
+/// What `config.json` says of a model.
+#[derive(Debug, Default)]
+pub(super) struct Said {
+    pub(super) tied: Tied,
+    /// Of quantised weights.
+    pub(super) stated: Stated,
+    pub(super) network: Network,
+}
+
+/// What `config.json` in the folder says; nothing without the file.
+pub(super) fn configuration(look: &Looked<'_>, folder: &Path) -> Result<Said> {
+    let path = folder.join("config.json");
+    if !look.exists(&path)? {
+        return Ok(Said::default());
+    }
+    let bad = |reason| FileFault::BadConfig { reason };
+    let config: Value = read_json(look, &path, bad)?;
+    let tied = tied_embeddings(&config).map_err(|error| Error::file(&path, None, bad(error.to_string())))?;
+    Ok(Said { tied, stated: Stated::of(&config), network: Network::of(&config) })
+}
+
+/// What a configuration says of the head and the embedding.
+fn tied_embeddings(config: &Value) -> Result<Tied, serde_json::Error> {
     #[derive(Deserialize)]
     struct Config {
         architectures: Option<Vec<String>>,
@@ -186,11 +209,7 @@ pub(super) fn tied_embeddings(look: &Looked<'_>, folder: &Path) -> Result<Tied> 
         tie_word_embeddings: Option<bool>,
     }
 
-    let path = folder.join("config.json");
-    if !look.exists(&path)? {
-        return Ok(Tied::No);
-    }
-    let config: Config = read_json(look, &path, |reason| FileFault::BadConfig { reason })?;
+    let config = Config::deserialize(config)?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
     let has_head = |name: &String| HEADED.iter().any(|end| name.ends_with(end));
     Ok(match config.tie_word_embeddings.or(nested) {
@@ -213,12 +232,3 @@ pub(super) enum Tied {
 
 /// How transformers' names of models with a language model's head end.
 const HEADED: [&str; 3] = ["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"];
-
-/// What `config.json` in the folder says of quantised weights; nothing without the file.
-pub(super) fn quantisation(look: &Looked<'_>, folder: &Path) -> Result<Stated> {
-    let path = folder.join("config.json");
-    if !look.exists(&path)? {
-        return Ok(Stated::default());
-    }
-    read_json(look, &path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))
-}

@@ -17,6 +17,7 @@ mod names;
 mod opened;
 mod pattern;
 mod quantised;
+mod shard;
 mod temporary;
 mod text;
 mod write;
@@ -33,7 +34,7 @@ use crate::transfer::{LocalFiles, MemorySource, ReadPart, Source, Storage};
 pub(crate) use compressed::CompressedSource;
 use compressed::Sizes;
 use compressed::dfloat11::Beside;
-use files::{FileSet, Tied};
+use files::{FileSet, Said, Tied};
 use gguf::GgufHeader;
 use header::Header;
 use opened::{Open, Opened};
@@ -51,6 +52,9 @@ pub(crate) use looked::Looked;
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
 pub(crate) use pattern::Pattern;
 pub(crate) use quantised::{Coded, Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
+pub(crate) use shard::{Cut, Stretches};
+use shard::{Network, Part};
+pub use shard::{Rank, ShardRules};
 pub(crate) use text::read_text;
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
@@ -97,6 +101,10 @@ struct Inner {
     compressed: Sizes,
     /// The sources that are files with codes.
     stored: Vec<Option<Arc<CompressedSource>>>,
+    /// What the configuration says of the network.
+    network: Network,
+    /// What it is a part of.
+    part: Option<Arc<Part>>,
 }
 
 impl Checkpoint {
@@ -157,11 +165,11 @@ impl Checkpoint {
             gguf::complete(look, file, &mut files, open)?;
         }
         // GGUF files say all of this themselves.
-        let (tied, stated) = match files.iter().all(|(_, header)| header.gguf.is_some()) {
-            true => Default::default(),
-            false => (files::tied_embeddings(look, &set.folder)?, files::quantisation(look, &set.folder)?),
+        let said = match files.iter().all(|(_, header)| header.gguf.is_some()) {
+            true => Said::default(),
+            false => files::configuration(look, &set.folder)?,
         };
-        Ok(Checkpoint::assemble(path.to_owned(), files, tied, stated))
+        Ok(Checkpoint::assemble(path.to_owned(), files, said))
     }
 
     /// Opens a safetensors or GGUF file in memory, called `name` in errors.
@@ -173,11 +181,10 @@ impl Checkpoint {
         let header = Header::read(&*source, 0)?;
         let (source, header) = compressed::decompressed(source, header, &Beside::default())?;
         gguf::alone(source.path(), &header)?;
-        let (tied, stated) = Default::default();
-        Ok(Checkpoint::assemble(source.path().to_owned(), vec![(source, header)], tied, stated))
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![(source, header)], Said::default()))
     }
 
-    fn assemble(path: PathBuf, opened: Vec<Opened>, tied: Tied, stated: Stated) -> Checkpoint {
+    fn assemble(path: PathBuf, opened: Vec<Opened>, Said { tied, stated, network }: Said) -> Checkpoint {
         let (mut tensors, mut metadata, mut gguf, mut compressed) = (Vec::new(), None, Vec::new(), Sizes::new());
         let (mut sources, mut stored) = (Vec::new(), Vec::new());
         for (source, header) in opened {
@@ -197,19 +204,39 @@ impl Checkpoint {
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
         let tied = tied == Tied::Yes || (tied == Tied::IfHeadless && headless());
         let layout = if tied { layout.tie_embeddings() } else { layout };
-        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated, compressed, stored }))
+        let part = None;
+        Checkpoint(Arc::new(Inner {
+            path,
+            sources,
+            layout,
+            metadata,
+            gguf,
+            by_name,
+            stated,
+            compressed,
+            stored,
+            network,
+            part,
+        }))
     }
 
     /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
     /// ends](Layout::tie_embeddings), tensors that share their bytes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a layout with [factors](Layout::factors); [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
+    /// [`Error::Invalid`] for a layout with [factors](Layout::factors), and for one with other tensors than a [part](Checkpoint::shard) of a
+    /// model; [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
     /// would exceed its file, or do not match its shape.
     pub fn with_layout(&self, layout: Layout) -> Result<Checkpoint> {
         if !layout.factors().is_empty() {
             let reason = "a layout with the factors of deferred changes, which are in no file, is none of a checkpoint";
             return Err(Error::invalid(reason));
+        }
+        let same = |(old, new): (&TensorInfo, &TensorInfo)| old.name == new.name;
+        let own = self.layout().tensors();
+        if self.0.part.is_some() && !(own.len() == layout.tensors().len() && own.iter().zip(layout.tensors()).all(same))
+        {
+            return Err(Error::invalid("a layout with other tensors than the part of a model that it is to be of"));
         }
         let count = self.0.sources.len();
         for info in layout.tensors() {
@@ -295,7 +322,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`read`](Checkpoint::read); also [`Error::WrongSize`] when the range exceeds the tensor.
     pub fn read_at(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
-        let (info, source) = self.part(tensor, at, dst.len())?;
+        let (info, source) = self.range(tensor, at, dst.len())?;
         source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
     }
 
@@ -305,7 +332,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`read_at`](Checkpoint::read_at).
     pub(crate) fn read_within(&self, tensor: TensorId, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
-        let (info, source) = self.part(tensor, at, len)?;
+        let (info, source) = self.range(tensor, at, len)?;
         let found =
             source.read_within(info.offset + at, len, buffer).map_err(|error| naming_tensor(error, &info.name))?;
         // A source may be the caller's.
@@ -326,7 +353,7 @@ impl Checkpoint {
         tensor: TensorId,
         work: impl FnOnce(&dyn Source, u64) -> Result<T>,
     ) -> Result<T> {
-        let (info, source) = self.part(tensor, 0, 0)?;
+        let (info, source) = self.range(tensor, 0, 0)?;
         work(&**source, info.offset).map_err(|error| naming_tensor(error, &info.name))
     }
 
@@ -335,7 +362,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when it is shorter.
     pub(crate) fn part_at<'a>(&self, tensor: TensorId, at: u64, dst: &'a mut [u8]) -> Result<(usize, ReadPart<'a>)> {
-        let (info, _) = self.part(tensor, at, dst.len())?;
+        let (info, _) = self.range(tensor, at, dst.len())?;
         Ok((info.file, ReadPart::new(info.offset + at, dst)))
     }
 
@@ -401,7 +428,7 @@ impl Checkpoint {
     }
 
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.
-    fn part(&self, tensor: TensorId, at: u64, len: usize) -> Result<(&TensorInfo, &Arc<dyn Source>)> {
+    fn range(&self, tensor: TensorId, at: u64, len: usize) -> Result<(&TensorInfo, &Arc<dyn Source>)> {
         let info = self.info(tensor)?;
         // No tensor ends at `u64::MAX`, since its range lies in a file.
         let end = at.saturating_add(len as u64);

@@ -40,6 +40,7 @@ pub enum ErrorKind {
     Corrupted,
     Unpatchable,
     Uncastable,
+    Shard,
     Unreachable,
     Missing,
     WrongSize,
@@ -65,6 +66,7 @@ impl Error {
             Error::Adapter { .. } => ErrorKind::Adapter,
             Error::Unpatchable { .. } => ErrorKind::Unpatchable,
             Error::Uncastable { .. } => ErrorKind::Uncastable,
+            Error::Shard { .. } => ErrorKind::Shard,
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::Driver { .. } => ErrorKind::Driver,
@@ -98,11 +100,12 @@ impl AllocationError {
 impl fmt::Display for ErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use ErrorKind::{
-            Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Uncastable, Unpatchable, Unreachable, WrongSize,
+            Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Shard, Uncastable, Unpatchable, Unreachable,
+            WrongSize,
         };
         let printed = match self {
-            Plan | InUse | Corrupted | Unpatchable | Uncastable | Unreachable | Missing | WrongSize | Mismatch
-            | Bug => &Invalid,
+            Plan | InUse | Corrupted | Unpatchable | Uncastable | Shard | Unreachable | Missing | WrongSize
+            | Mismatch | Bug => &Invalid,
             other => other,
         };
         fmt::Debug::fmt(printed, f)

@@ -35,6 +35,10 @@ impl Display for Error {
             }
             Error::Unpatchable { tensor, fault } => write!(f, "tensor `{tensor}`: {fault}"),
             Error::Uncastable { tensor, to, fault } => write!(f, "tensor `{tensor}` cannot be cast to {to}: {fault}"),
+            Error::Shard { tensor, fault } => match tensor {
+                Some(tensor) => write!(f, "tensor `{tensor}` cannot be divided: {fault}"),
+                None => write!(f, "the checkpoint cannot be divided: {fault}"),
+            },
             Error::Io { path, action, source } => write!(f, "cannot {action} {}: {source}", path.display()),
             Error::DeviceLost { device, why } => write!(f, "{device} is lost: {why}"),
             Error::Driver { device, call, code, text } => write!(f, "{device}: {call} failed with {code}: {text}"),
@@ -77,6 +81,7 @@ impl StdError for Error {
             Error::File { fault, .. } => Some(&**fault),
             Error::Adapter { fault, .. } | Error::Unpatchable { fault, .. } => Some(&**fault),
             Error::Uncastable { fault, .. } => Some(&**fault),
+            Error::Shard { fault, .. } => Some(&**fault),
             Error::Io { source, .. } => Some(source),
             _ => None,
         }

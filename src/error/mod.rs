@@ -15,6 +15,7 @@ mod packing;
 mod plan;
 mod request;
 mod room;
+mod shard;
 
 use std::convert::Infallible;
 use std::io;
@@ -33,6 +34,7 @@ pub use packing::{Packing, PackingFault};
 pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Remedy, Shortfall, Term};
 pub use request::{Measured, Mismatch, Missing, NoRows, TensorShape};
 pub use room::{Holder, InUse, NoRoom};
+pub use shard::ShardFault;
 
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
@@ -129,6 +131,13 @@ pub enum Error {
         to: DType,
         /// Why it cannot be.
         fault: Box<CastFault>,
+    },
+    /// A checkpoint cannot be divided among ranks in this way; take other rules, or another number of ranks.
+    Shard {
+        /// The tensor, if one is to blame.
+        tensor: Option<String>,
+        /// Why not.
+        fault: Box<ShardFault>,
     },
     /// The system refused an operation on a file.
     Io {
@@ -242,6 +251,11 @@ impl Error {
     /// An [`Error::Adapter`].
     pub(crate) fn adapter(adapter: impl Into<PathBuf>, key: Option<&str>, fault: AdapterFault) -> Error {
         Error::Adapter { adapter: adapter.into(), key: key.map(str::to_owned), fault: Box::new(fault) }
+    }
+
+    /// An [`Error::Shard`].
+    pub(crate) fn shard(tensor: Option<&str>, fault: ShardFault) -> Error {
+        Error::Shard { tensor: tensor.map(str::to_owned), fault: Box::new(fault) }
     }
 
     /// An [`Error::Io`], shaped for `map_err`.

@@ -381,6 +381,12 @@ pub enum Mismatch {
         /// The element type that it is cast to.
         asked: DType,
     },
+    /// A part of a tensor is to be patched, and its change needs more of the tensor than the part.
+    #[error("the change of tensor `{tensor}` needs more of it than this part; use Weights::read")]
+    PartOfTensor {
+        /// The tensor's name.
+        tensor: String,
+    },
     /// A type of other elements, where blocks of GGML are to be read.
     #[error("{dtype} is no block type of GGML")]
     NoBlocks {

@@ -25,6 +25,7 @@ impl TensorPatch {
     /// # Errors
     /// [`Error::WrongSize`] when `stored`, `dst` or a sibling has another length; as [`apply`](TensorPatch::apply).
     pub fn apply_from(&self, stored: &[u8], siblings: &[&[u8]], dst: &mut [u8]) -> Result<PatchOutcome> {
+        self.check_own()?;
         self.check_size(dst)?;
         // What packed weights are made of keeps its length.
         let needed = if self.codes.is_some() { Some(dst.len()) } else { bytes_of(&self.shape, self.stored) };
@@ -93,6 +94,9 @@ impl TensorPatch {
 
     /// Whether it makes blocks of changed values.
     pub(crate) fn requantises(&self) -> bool {
+        if let Some(of) = &self.of_whole {
+            return of.patch.requantises();
+        }
         self.requantises && (self.target.blocks().is_some() || self.codes.is_some()) && !self.only_casts()
     }
 
@@ -103,7 +107,15 @@ impl TensorPatch {
 
     /// Whether it does nothing else: it has no steps.
     pub(crate) fn only_casts(&self) -> bool {
-        self.steps.is_empty() && !self.is_of_scale()
+        match &self.of_whole {
+            Some(of) => of.patch.only_casts(),
+            None => self.steps.is_empty() && !self.is_of_scale(),
+        }
+    }
+
+    /// Whether it is [read in parts](TensorPatch::read_part): it only casts, and needs no more of a tensor than the part.
+    pub(crate) fn is_read_in_parts(&self) -> bool {
+        self.only_casts() && self.through_whole().is_none()
     }
 
     /// Reads a part of its tensor, number `tensor` of the checkpoint, and casts it into `dst`. The part is of whole elements and

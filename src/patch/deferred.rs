@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use super::steps::{Change, Packed, Step, TILE_COLS, matrix_of};
 use super::{Delta, Maker, TensorPatch};
+use crate::checkpoint::Cut;
 use crate::error::AdapterFault;
 use crate::float::Float;
 use crate::transfer::Stamp;
@@ -33,6 +34,8 @@ pub(crate) struct Deferral {
     steps: Arc<Vec<Step>>,
     places: Vec<Place>,
     makers: Vec<Maker>,
+    /// What is kept of the weight, if it is a part of one.
+    cut: Option<Cut>,
 }
 
 /// The sizes of a weight and of its factors.
@@ -112,9 +115,26 @@ impl Deferral {
         }
         let (name, form) = (patch.name.clone(), Form { rank, ..form });
         let (steps, makers) = (Arc::clone(&patch.steps), patch.makers.clone());
-        let deferral = Deferral { name, float, scale, form, steps, places, makers };
+        let deferral = Deferral { name, float, scale, form, steps, places, makers, cut: None };
         deferral.check_range()?;
         Ok(deferral)
+    }
+
+    /// The same for the part of the weight that `cut` keeps: of the rows B has its own, of the columns A.
+    pub(crate) fn part(&self, cut: Option<&Cut>) -> Deferral {
+        Deferral { cut: cut.cloned(), ..self.clone() }
+    }
+
+    /// What is kept of a factor.
+    fn cut_of(&self, side: Side) -> Option<Cut> {
+        let cut = self.cut.as_ref()?;
+        // A stack's experts, then their rows.
+        let (stacked, dimension) = (usize::from(self.form.experts.is_some()), cut.dimension());
+        let is_of = match side {
+            Side::A => dimension != stacked,
+            Side::B => dimension <= stacked,
+        };
+        is_of.then(|| cut.clone())
     }
 
     /// The same in another element type.
@@ -145,6 +165,11 @@ impl Deferral {
     /// The shape of a factor: A is [r, columns] and B [rows, r]. A has all of the weight's dimensions after the first, and both have
     /// the number of experts before these if the weight is a stack of them.
     pub(crate) fn shape(&self, side: Side) -> Vec<u64> {
+        let whole = self.whole_shape(side);
+        self.cut_of(side).map_or_else(|| whole.clone(), |cut| cut.shape(&whole))
+    }
+
+    fn whole_shape(&self, side: Side) -> Vec<u64> {
         let Form { experts, rows, rank, inner, .. } = &self.form;
         let own = match side {
             Side::A => [&[*rank as u64], &inner[..]].concat(),
@@ -161,7 +186,11 @@ impl Deferral {
         };
         let mut bytes = vec![0; values.len() * self.float.size()];
         self.float.round(&values, &mut bytes);
-        bytes
+        let kept = self.cut_of(side).and_then(|cut| cut.stretches(&self.whole_shape(side), self.float.dtype()));
+        let Some(kept) = kept else { return bytes };
+        let mut part = vec![0; self.shape(side).iter().product::<u64>() as usize * self.float.size()];
+        kept.gather(&bytes, &mut part);
+        part
     }
 
     /// The inputs of a factor.

@@ -18,6 +18,7 @@ mod cast;
 mod codes;
 mod deferred;
 mod outcome;
+mod part;
 mod pieces;
 mod products;
 mod rows;
@@ -43,6 +44,7 @@ pub(crate) use codes::Codes;
 use codes::OfCodes;
 pub(crate) use deferred::{Deferral, FactorRecipe, Side};
 pub use outcome::{PatchOutcome, Requantised};
+use part::OfWhole;
 use pieces::Stored;
 use scales::Grid;
 pub use scales::ScalePolicy;
@@ -85,6 +87,9 @@ pub struct TensorPatch {
     /// For a tensor of a packed weight, which one it is. `shape` is then that of the weight's values, and `patched_shape` the
     /// tensor's own.
     codes: Option<OfCodes>,
+    /// For a tensor of which a rank has a part, or that is in a stage, the patch of the whole. `shape`, `patched_shape` and, if they are
+    /// enough, the steps are those of the part.
+    of_whole: Option<Arc<OfWhole>>,
     makers: Vec<Maker>,
 }
 
@@ -146,8 +151,10 @@ impl TensorPatch {
     /// # Errors
     /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite,
     /// and for blocks of GGML that are not to be [requantised](crate::Weights::requantise);
-    /// [`Error::Mismatch`] when the patch casts; [`Error::Io`] when no threads can be created; then nothing is changed.
+    /// [`Error::Mismatch`] when the patch casts, and for a part of a tensor whose change needs more of it
+    /// ([`Weights::read`](crate::Weights::read) reads that); [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
+        self.check_own()?;
         if self.casts() {
             let (tensor, dtype, asked) = (self.name.clone(), self.stored.dtype(), self.dtype());
             return Err(Mismatch::InPlace { tensor, dtype, asked }.into());
@@ -163,7 +170,10 @@ impl TensorPatch {
 
     /// The tensor's element type after patching; another than in the checkpoint if it is [cast](crate::Weights::cast).
     pub fn dtype(&self) -> DType {
-        self.codes.as_ref().map_or_else(|| self.target.dtype(), OfCodes::dtype)
+        match &self.of_whole {
+            Some(of) => of.patch.dtype(),
+            None => self.codes.as_ref().map_or_else(|| self.target.dtype(), OfCodes::dtype),
+        }
     }
 
     /// The tensor's shape after patching; larger than in the checkpoint if an adapter pads the weight.
@@ -173,7 +183,11 @@ impl TensorPatch {
 
     /// The bytes of its factors in memory, as f32.
     pub fn factor_bytes(&self) -> u64 {
-        self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
+        let of_whole = self.of_whole.as_ref().map_or(0, |of| of.patch.factor_bytes());
+        // A part that uses the steps of the whole has no others.
+        let shared = self.of_whole.as_ref().is_some_and(|of| Arc::ptr_eq(&of.patch.steps, &self.steps));
+        let own = self.steps.iter().filter(|_| !shared).map(|step| step.change.values() as u64 * 4).sum::<u64>();
+        own + of_whole
     }
 
     /// The patch that makes `changes` to a tensor, whose scale is among `siblings`, the checkpoint's tensors.
@@ -209,6 +223,7 @@ impl TensorPatch {
             scale_policy: ScalePolicy::default(),
             scale_of: None,
             codes: None,
+            of_whole: None,
             makers,
         })
     }
@@ -219,6 +234,9 @@ impl TensorPatch {
             // A scale is always rounded to the nearest, however its weight is.
             Some(weight) => Arc::make_mut(weight).set_rounding(rounding),
             None => self.rounding = rounding,
+        }
+        if let Some(of) = &mut self.of_whole {
+            Arc::make_mut(of).patch.set_rounding(rounding);
         }
     }
 
@@ -262,6 +280,10 @@ impl TensorPatch {
 
     /// Reads its tensor, number `tensor` of the checkpoint, and patches it. `dst` has to be as long as the patched tensor.
     pub(crate) fn read(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        if let Some(of) = self.through_whole() {
+            self.check_size(dst)?;
+            return of.read(checkpoint, dst);
+        }
         if self.casts() {
             return self.read_cast(checkpoint, tensor, dst);
         }
@@ -312,6 +334,9 @@ impl TensorPatch {
     fn check_size(&self, patched: &[u8]) -> Result<()> {
         let wanted = match &self.codes {
             Some(of) => Some(of.bytes()),
+            None if self.of_whole.is_some() => {
+                self.dtype().bytes_of(&self.patched_shape).and_then(|bytes| usize::try_from(bytes).ok())
+            }
             None => bytes_of(&self.patched_shape, self.target),
         };
         if wanted == Some(patched.len()) {

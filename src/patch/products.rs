@@ -16,7 +16,8 @@ impl TensorPatch {
         let added =
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
         let (rows, cols) = self.matrix();
-        self.scale_of.is_none()
+        self.through_whole().is_none()
+            && self.scale_of.is_none()
             && self.codes.is_none()
             && !self.casts()
             && self.target.blocks().is_none()

@@ -57,6 +57,33 @@ impl Step {
         self.rows = self.rows.start * count..self.rows.end * count;
     }
 
+    /// What it changes of the rows in `rows` and the columns in `cols` of a weight of `all` columns, as steps of the weight that has only
+    /// these. `None` for a change that is not the addition of a product of two factors.
+    pub(super) fn part(&self, rows: &[Range<usize>], cols: &[Range<usize>], all: usize) -> Option<Vec<Step>> {
+        let Change::Add { delta, scale } = &self.change else { return None };
+        let Delta::Product(product) = &**delta else { return None };
+        if product.rank == 0 || product.down.len() != all.div_ceil(TILE_COLS) * TILE_COLS * product.rank {
+            return None;
+        }
+        let Product { up, down } = product.unpacked(&self.rows, all);
+        let columns = |row: &[f32]| cols.iter().flat_map(|cols| row[cols.clone()].to_vec()).collect::<Vec<f32>>();
+        let values: Vec<f32> = down.values.chunks_exact(all).flat_map(columns).collect();
+        let down = Matrix { rows: down.rows, cols: values.len() / down.rows, values };
+        let (mut steps, mut begin) = (Vec::new(), 0);
+        for range in rows {
+            let (first, end) = (range.start.max(self.rows.start), range.end.min(self.rows.end));
+            if first < end {
+                let of_step = first - self.rows.start..end - self.rows.start;
+                let values = up.values[of_step.start * up.cols..of_step.end * up.cols].to_vec();
+                let up = Matrix { rows: of_step.len(), cols: up.cols, values };
+                let place = begin + first - range.start..begin + end - range.start;
+                steps.push(Step::add(place, Delta::Product(Product { up, down: down.clone() }), *scale));
+            }
+            begin += range.len();
+        }
+        Some(steps)
+    }
+
     /// The rows that change.
     pub(crate) fn rows(&self) -> &Range<usize> {
         &self.rows
@@ -361,6 +388,18 @@ impl Packed {
             panel.zip(tile).for_each(|(values, tile)| values[place] = tile[row % TILE_ROWS]);
         }
         panels
+    }
+
+    /// The factors of the changed rows and of all `cols` columns, as they were before they were packed.
+    fn unpacked(&self, rows: &Range<usize>, cols: usize) -> Product {
+        let up = Matrix { rows: rows.len(), cols: self.rank, values: self.panels(rows, 1) };
+        let mut values = vec![0.0; self.rank * cols];
+        for (k, row) in values.chunks_exact_mut(cols.max(1)).enumerate() {
+            for (tile, part) in row.chunks_mut(TILE_COLS).enumerate() {
+                part.copy_from_slice(&self.down(tile)[k * TILE_COLS..][..part.len()]);
+            }
+        }
+        Product { up, down: Matrix { rows: self.rank, cols, values } }
     }
 
     /// The packed factors from the tile of columns number `tile` on.

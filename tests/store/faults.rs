@@ -198,10 +198,11 @@ fn an_adapter_is_not_opened_without_a_configuration_that_cannot_be_asked_for() {
     }
     let (storage, path) = (server.storage_with(1), "lora/adapter_model.safetensors");
     Adapter::open_in(&storage, path, 1.0).unwrap();
-    // The path itself is asked for first.
-    server.misbehave_when_asked(vec![Fault::Status(503); 20]);
-    let error = Adapter::open_in(&storage, path, 1.0).unwrap_err();
-    assert!(error.to_string().contains("adapter_config.json") && error.to_string().contains("503"), "{error}");
+    for (of, path) in [("adapter_config.json", path), ("lora", "lora")] {
+        server.misbehave_when_asked(of, vec![Fault::Status(503); 20]);
+        let error = Adapter::open_in(&storage, path, 1.0).unwrap_err();
+        assert!(error.to_string().contains(of) && error.to_string().contains("503"), "{error}");
+    }
 }
 
 #[test]

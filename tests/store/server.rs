@@ -58,8 +58,8 @@ struct State {
     objects: BTreeMap<String, Object>,
     faults: VecDeque<Fault>,
     asked: Vec<Asked>,
-    /// Of requests for what an object is.
-    head_faults: VecDeque<Fault>,
+    /// Of requests for what an object is: the end of its key, and the answers.
+    head_faults: (&'static str, VecDeque<Fault>),
     /// Whether `If-Match` is not looked at.
     ignores_tags: bool,
     /// Whether tags are weak ones, which match nothing.
@@ -147,9 +147,9 @@ impl Server {
         self.shared.lock().faults = faults.into_iter().collect();
     }
 
-    /// The same for requests for what an object is.
-    pub(crate) fn misbehave_when_asked(&self, faults: impl IntoIterator<Item = Fault>) {
-        self.shared.lock().head_faults = faults.into_iter().collect();
+    /// The same for requests for what an object is whose key ends so.
+    pub(crate) fn misbehave_when_asked(&self, of: &'static str, faults: impl IntoIterator<Item = Fault>) {
+        self.shared.lock().head_faults = (of, faults.into_iter().collect());
     }
 
     /// Has tags be weak.
@@ -253,7 +253,11 @@ impl Shared {
                 assert!(!late.timed_out(), "fewer than {gate} requests at a time");
                 state = passed;
             }
-            let fault = if method == "GET" { state.faults.pop_front() } else { state.head_faults.pop_front() };
+            let fault = match &mut *state {
+                State { faults, .. } if method == "GET" => faults.pop_front(),
+                State { head_faults: (of, faults), .. } if key.ends_with(*of) => faults.pop_front(),
+                _ => None,
+            };
             let ignores = state.ignores_tags;
             let mut object = state.objects.get(&key).cloned();
             if let Some(object) = object.as_mut().filter(|_| state.weak) {

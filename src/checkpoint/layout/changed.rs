@@ -70,6 +70,27 @@ impl Layout {
         Ok(Layout { in_file, stored, ..layout })
     }
 
+    /// The layout of some of these tensors, in their order, which may have other shapes and places. Layers and what is known of their
+    /// order stay.
+    ///
+    /// # Errors
+    /// Never for tensors with the names of this layout.
+    pub(in crate::checkpoint) fn part(&self, tensors: Vec<TensorInfo>) -> Result<Layout> {
+        let mut layout = Layout::new(tensors);
+        let kept: HashSet<&str> = layout.layers.iter().map(|layer| layer.name.as_str()).collect();
+        let order: Vec<&str> =
+            self.layers.iter().map(|layer| layer.name.as_str()).filter(|name| kept.contains(name)).collect();
+        layout = layout.clone().in_order(&order)?;
+        let tied: HashSet<&str> =
+            self.modules.iter().filter(|module| module.tied).map(|module| module.name.as_str()).collect();
+        layout
+            .modules
+            .iter_mut()
+            .filter(|module| tied.contains(module.name.as_str()))
+            .for_each(|module| module.tied = true);
+        Ok(Layout { order: self.order.clone(), ..layout })
+    }
+
     /// The same layout, of a checkpoint: `in_file` tells which of its files can be read at any time.
     pub(in crate::checkpoint) fn read_from(self, in_file: &[bool]) -> Layout {
         let in_file = self.tensors.iter().map(|info| in_file[info.file]).collect();

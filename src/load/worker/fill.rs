@@ -61,7 +61,7 @@ impl Job<'_> {
             match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.copy_on_host(base, dst)?,
                 (None, None) if self.layout.factors_with(tensor).is_some() => self.make_factor(tensor, dst)?,
-                (None, Some(patch)) if patch.only_casts() => self.read_cast(patch, tensor, dst)?,
+                (None, Some(patch)) if patch.is_read_in_parts() => self.read_cast(patch, tensor, dst)?,
                 (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                 (None, None) => {}
             }
@@ -139,8 +139,7 @@ impl Job<'_> {
         self.check_cancelled()?;
         let checkpoint = self.files(tensor)?.checkpoint();
         let outcome = patch.read(checkpoint, tensor, dst)?;
-        let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
-        self.read.fetch_add(patch.needs().iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
+        self.read.fetch_add(patch.bytes_read(checkpoint, tensor), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
         if outcome.requantised.values > 0 {

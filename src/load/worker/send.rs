@@ -38,7 +38,9 @@ impl Job<'_> {
                 (None, None) if self.layout.factors_with(tensor).is_some() => {
                     self.send_factor(tensor, range, memory, stream)?
                 }
-                (None, Some(patch)) if patch.only_casts() => self.send_cast(patch, tensor, range, memory, stream)?,
+                (None, Some(patch)) if patch.is_read_in_parts() => {
+                    self.send_cast(patch, tensor, range, memory, stream)?
+                }
                 (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, range, memory, stream)?,
             };

@@ -236,6 +236,7 @@ impl TensorPatch {
                 scale_policy: ScalePolicy::default(),
                 scale_of: None,
                 codes: Some(OfCodes { codes: Arc::clone(&codes), part }),
+                of_whole: None,
                 makers: makers.clone(),
             };
             (of.tensor, patch)

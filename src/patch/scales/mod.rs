@@ -57,6 +57,7 @@ impl TensorPatch {
             scale_policy: self.scale_policy,
             scale_of: Some(Arc::new(self.clone())),
             codes: None,
+            of_whole: None,
             makers: Vec::new(),
         })
     }
