@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use support::part::PartOptions;
 use support::places::Places;
 use tensor_offload::checkpoint::{Checkpoint, Layer, Layout};
 use tensor_offload::{ByteSize, Result, TensorId};
@@ -21,6 +22,8 @@ struct Inspect {
     /// A .safetensors or .gguf file, the index of a sharded checkpoint, or a folder that holds any of these; or its URL in an object
     /// store (s3://…, with the feature `store`).
     model: PathBuf,
+    #[command(flatten)]
+    part: PartOptions,
     /// Read every tensor and report its SHA-256.
     #[arg(long)]
     hash: bool,
@@ -42,7 +45,7 @@ impl support::Example for Inspect {
     }
 
     fn run(self) -> Result<Value> {
-        let checkpoint = Places::default().checkpoint(&self.model)?;
+        let checkpoint = self.part.of(Places::default().checkpoint(&self.model)?)?;
         let layout = checkpoint.layout();
         let tensors = layout.tensor_ids().zip(layout.tensors());
         let hashes: Vec<Option<String>> = tensors
@@ -54,7 +57,11 @@ impl support::Example for Inspect {
                 print_tensors(layout, &hashes);
             }
         }
-        Ok(report(&checkpoint, &hashes))
+        let mut report = report(&checkpoint, &hashes);
+        if !self.part.is_all() {
+            report["part"] = self.part.report();
+        }
+        Ok(report)
     }
 }
 

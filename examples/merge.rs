@@ -12,6 +12,7 @@ use clap::Parser;
 use serde_json::{Value, json};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
+use support::part::PartOptions;
 use support::places::Places;
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{
@@ -46,6 +47,8 @@ struct Args {
     /// object store (s3://…, with the feature `store`)
     base: PathBuf,
     #[command(flatten)]
+    part: PartOptions,
+    #[command(flatten)]
     adapters: AdapterOptions,
     /// Store all values as this type, those of GGML's blocks among them: F32, F16 or BF16
     #[arg(long, visible_alias = "dtype", value_name = "TYPE", value_parser = promoted)]
@@ -78,7 +81,7 @@ impl support::Example for Args {
         // A cast of its own comes later, and counts.
         self.adapters.casts.casts.splice(..0, self.promote.map(|dtype| dtype.to_string()));
         let places = Places::default();
-        let weights = self.adapters.apply_to(&places, places.checkpoint(&self.base)?)?;
+        let weights = self.adapters.apply_to(&places, self.part.of(places.checkpoint(&self.base)?)?)?;
         let gguf = self.gguf_metadata(&weights)?;
         if self.compress && gguf.is_some() {
             return Err(Error::Invalid { reason: NO_COMPRESSED_GGUF.to_owned() });

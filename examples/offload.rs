@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::deferred::DeferOptions;
 use support::options::{CompressOption, DeviceOptions, PlanOptions};
+use support::part::PartOptions;
 use support::places::Places;
 use support::values::Values;
 use tensor_offload::adapter::MatchReport;
@@ -56,6 +57,8 @@ struct Args {
     alloc: Option<String>,
     #[command(flatten)]
     devices: DeviceOptions,
+    #[command(flatten)]
+    part: PartOptions,
     #[command(flatten)]
     plan: PlanOptions,
     #[command(flatten)]
@@ -149,6 +152,9 @@ impl support::Example for Args {
         if !deferred.is_empty() {
             report["deferred"] = json!(deferred);
         }
+        if !self.part.is_all() {
+            report["part"] = self.part.report();
+        }
         if !traffic.is_empty() {
             let of = |(url, requests, bytes): &(String, u64, u64)| json!({ "url": url, "requests": requests, "bytes": bytes });
             report["stores"] = traffic.iter().map(of).collect();
@@ -164,12 +170,14 @@ impl Args {
     fn weights(&self, places: &Places) -> Result<Weights> {
         let mut adapters = self.adapters.clone();
         adapters.deferred = self.deferred.patterns()?;
-        match &self.model {
-            Some(model) => adapters.apply_to(places, places.checkpoint(model)?),
-            None if adapters.adapters.is_empty() => {
-                adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
-            }
-            None => adapters.apply_to(places, Checkpoint::open(TINY_LLAMA)?),
+        let checkpoint = match &self.model {
+            Some(model) => places.checkpoint(model)?,
+            None => Checkpoint::open(TINY_LLAMA)?,
+        };
+        let checkpoint = self.part.of(checkpoint)?;
+        match self.model.is_none() && adapters.adapters.is_empty() {
+            true => adapters.merge(checkpoint, vec![Adapter::open(TINY_LORA, 1.0)?]),
+            false => adapters.apply_to(places, checkpoint),
         }
     }
 

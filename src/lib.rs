@@ -70,7 +70,7 @@
 //! | [`registry`] | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`](registry::measure_links) |
 //! | [`transfer`] | where bytes come from: files, memory, mappings; where files are | [`transfer::Source`], [`transfer::Storage`] |
 //! | [`allocation`] | the strings that say which device takes how much | [`Allocation`] |
-//! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
+//! | [`checkpoint`] | files to tensors, modules and layers; parts of ranks and stages; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`](patch::TensorPatch) |
 //! | [`adapter`] | adapters against a checkpoint's names; a checkpoint with its adapters | [`Adapter`], [`Weights`] |
 //! | schedule | which layer is fetched when, into which slot | |
@@ -123,6 +123,7 @@
 //! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
 //! | open a model in an object store | `store::ObjectStorage`, [`Checkpoint::open_in`], [`Adapter::open_in`] |
+//! | have one rank's part of a model, or some of its layers | [`Checkpoint::shard`], [`checkpoint::ShardRules`], [`Checkpoint::stage`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
 //! | have files take two thirds of their bytes, bit for bit | [`checkpoint::write_compressed`] |
 //! | have streamed weights take as little on the host and the link | [`Planner::compress`], [`Weights::compress`], [`Streamer::verify`] |
@@ -226,6 +227,8 @@ mod guides {
     #[cfg(feature = "store")]
     #[doc = include_str!("../docs/guide/stores.md")]
     struct Stores;
+    #[doc = include_str!("../docs/guide/ranks.md")]
+    struct Ranks;
     #[doc = include_str!("../docs/guide/gguf.md")]
     struct Gguf;
     #[doc = include_str!("../docs/guide/streaming.md")]

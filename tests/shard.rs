@@ -1,6 +1,8 @@
 //! Parts of models: of ranks and of stages. Joined again, they are the whole, whatever was done to it.
 
 mod reference;
+#[path = "support/examples.rs"]
+mod run;
 mod support;
 
 use std::sync::Arc;
@@ -289,6 +291,44 @@ fn what_cannot_be_divided_is_said_with_its_name() {
     // The last rule decides.
     let left_out = ShardRules::new().rows("a").whole("a").and("*.scales: columns".parse().unwrap());
     check_joined(&gptq, &left_out, 2, plain);
+}
+
+/// The examples take a rank's part, and what they write of each joined is what they write of the whole.
+#[test]
+fn examples_take_a_part() {
+    let folder = tempfile::tempdir().unwrap();
+    let adapter = format!("{LORA}:0.5");
+    let merge = |out: &str, part: &[&str]| {
+        let out = folder.path().join(out);
+        let args = [MODEL, "--adapter", &adapter, "--out", out.to_str().unwrap()];
+        run::works("merge", &[&args[..], part].concat());
+        contents(&Weights::new(Checkpoint::open(&out).unwrap()))
+    };
+    let whole = merge("whole.safetensors", &[]);
+    let parts = [merge("0.safetensors", &["--rank", "0/2"]), merge("1.safetensors", &["--rank", "1/2"])];
+    assert!(joined(&parts, &whole) == whole);
+    let rules = ["--rank", "1/2", "--rules", "down_proj: whole"];
+    let json = run::json_of("inspect", &[&[MODEL], &rules[..]].concat());
+    assert_eq!(json["part"]["rank"], "1/2");
+    let down = json["tensors"].as_array().unwrap().iter().find(|t| t["name"] == "model.layers.0.mlp.down_proj.weight");
+    let (_, _, shape, _) = whole.iter().find(|tensor| tensor.0 == "model.layers.0.mlp.down_proj.weight").unwrap();
+    assert_eq!(down.unwrap()["shape"], serde_json::json!(shape));
+    let json = run::json_of("offload", &["--rank", "0/2", "--stage", "1/2", "--steps", "1"]);
+    assert_eq!((&json["part"]["rank"], &json["part"]["stage"]), (&"0/2".into(), &"1/2".into()));
+    let json = run::json_of(
+        "plan",
+        &[MODEL, "--stage", "0/2", "--device", "cpu=64mb", "--compute", "cpu", "--alloc", "cpu,*"],
+    );
+    assert!(!json["assignments"].as_array().unwrap().is_empty());
+    for (args, says) in [
+        (&["--rank", "0/3"][..], "3 ranks"),
+        (&["--rank", "2/2"], "no rank 2 of 2"),
+        (&["--stage", "0/99"], "99 stages"),
+        (&["--rank", "0/2", "--rules", "a"], "`:` is missing"),
+    ] {
+        let (_, message) = run::fails("inspect", &[&[MODEL], args].concat());
+        assert!(message.contains(says), "{message}");
+    }
 }
 
 /// A change that needs more than the part is not made of the part alone.

@@ -8,6 +8,7 @@ pub(crate) mod deferred;
 pub(crate) mod devices;
 pub(crate) mod model;
 pub(crate) mod options;
+pub(crate) mod part;
 pub(crate) mod places;
 pub(crate) mod replay;
 #[cfg(feature = "wgpu")]

@@ -1,13 +1,14 @@
 //! The options that say which model: one from a file, or blocks of given sizes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{ByteSize, Error, Result, Weights};
+use tensor_offload::{ByteSize, Checkpoint, Error, Result, Weights};
 
 use super::casts::CastOptions;
 use super::options::CompressOption;
+use super::part::PartOptions;
 use super::places::Places;
 
 /// The most blocks that `--blocks` makes.
@@ -25,15 +26,24 @@ pub(crate) struct ModelOptions {
     /// A model of blocks instead of a file, as COUNTxSIZE[,COUNTxSIZE…]: 10x1gib, or 1x5gib,3x1gib
     #[arg(long)]
     blocks: Option<String>,
+    #[command(flatten)]
+    part: PartOptions,
 }
 
 impl ModelOptions {
     pub(crate) fn layout(&self) -> Result<Layout> {
         match (&self.blocks, &self.model) {
+            (Some(_), _) if !self.part.is_all() => {
+                Err(invalid("--rank and --stage take a model of tensors, and --blocks makes none"))
+            }
             (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),
-            (None, Some(model)) => Ok(Places::default().checkpoint(model)?.layout().clone()),
+            (None, Some(model)) => Ok(self.open(model)?.layout().clone()),
             (None, None) => Err(invalid("name a model or give --blocks")),
         }
+    }
+
+    fn open(&self, model: &Path) -> Result<Checkpoint> {
+        self.part.of(Places::default().checkpoint(model)?)
     }
 
     /// The layout of the model's weights as a load may compress them, and a name for it: estimated from the weights. Blocks have none,
@@ -41,7 +51,7 @@ impl ModelOptions {
     pub(crate) fn compressed(&self) -> Result<(Layout, String)> {
         match &self.model {
             Some(model) => {
-                let weights = Weights::new(Places::default().checkpoint(model)?).compress()?;
+                let weights = Weights::new(self.open(model)?).compress()?;
                 Ok((weights.layout().clone(), "compressed".to_owned()))
             }
             None => Ok((self.layout()?.assume_compressed(BF16_RATIO), format!("compressed to {BF16_RATIO} (bf16)"))),
@@ -54,7 +64,7 @@ impl ModelOptions {
             _ if casts.casts.is_empty() && codes.any() => Ok(self.compressed()?.0),
             _ if casts.casts.is_empty() => self.layout(),
             Some(model) => {
-                let weights = casts.apply(Places::default().checkpoint(model)?.into())?;
+                let weights = casts.apply(self.open(model)?.into())?;
                 Ok(codes.apply(weights)?.layout().clone())
             }
             None => Err(invalid("--cast takes a model of tensors, and --blocks makes none")),

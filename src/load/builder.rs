@@ -1,6 +1,7 @@
 //! From a file to a loaded model in one expression.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -9,7 +10,7 @@ use super::{Loader, Model};
 use crate::adapter::{Adapter, Matching, Weights};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Rank, ShardRules};
 use crate::device::{DeviceId, Machine};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -102,6 +103,24 @@ impl ModelBuilder {
             allocators: Allocators::default(),
             weights: OnceLock::new(),
         }
+    }
+
+    /// Takes the part of the model that `rank` has by `rules`: see [`Checkpoint::shard`].
+    ///
+    /// # Errors
+    /// As [`Checkpoint::shard`].
+    pub fn shard(mut self, rules: &ShardRules, rank: Rank) -> Result<ModelBuilder> {
+        self.checkpoint = self.checkpoint.shard(rules, rank)?;
+        Ok(self.unresolved())
+    }
+
+    /// Takes some layers of the model, a stage of a pipeline: see [`Checkpoint::stage`].
+    ///
+    /// # Errors
+    /// As [`Checkpoint::stage`].
+    pub fn stage(mut self, layers: Range<usize>) -> Result<ModelBuilder> {
+        self.checkpoint = self.checkpoint.stage(layers)?;
+        Ok(self.unresolved())
     }
 
     /// Opens an adapter as [`Adapter::open`] does, and merges it with this strength after the adapters added before.

@@ -8,6 +8,7 @@ use object_store::memory::InMemory;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use tensor_offload::backend::Clock;
+use tensor_offload::checkpoint::{Rank, ShardRules};
 use tensor_offload::store::ObjectStorage;
 use tensor_offload::transfer::Storage;
 use tensor_offload::{Adapter, Checkpoint, DType, Error, Loader, Matching, Registry, Weights};
@@ -169,6 +170,30 @@ fn a_load_asks_for_every_byte_once_however_many_devices_take_some() {
         assert_eq!(bytes, file.len() - (256 << 10), "{allocation}");
         let after = storage.traffic();
         assert_eq!((after.requests - before.requests, after.bytes - before.bytes), (asked.len() as u64, bytes as u64));
+    }
+}
+
+/// Of what is divided by rows a rank asks for its own; of columns, with what is between them, in few requests.
+#[test]
+fn a_rank_asks_for_its_part() {
+    let specs = [
+        spec("layers.0.up.weight", DType::BF16, &[2048, 1024]),
+        spec("layers.0.down.weight", DType::BF16, &[1024, 2048]),
+    ];
+    let file = safetensors(&specs, 3);
+    let server = Server::start();
+    server.put("model.safetensors", &file);
+    let whole = Checkpoint::from_bytes("model", file).unwrap();
+    let rules: ShardRules = "up: rows; down: columns".parse().unwrap();
+    let half = 4u64 << 20;
+    for rank in 0..4 {
+        let rank = Rank { rank, of: 4 };
+        let storage = server.storage();
+        let part = Checkpoint::open_in(&storage, "model.safetensors").unwrap().shard(&rules, rank).unwrap();
+        let opened = storage.traffic();
+        assert!(contents(&part) == contents(&whole.shard(&rules, rank).unwrap()), "{rank}");
+        let (requests, bytes) = (storage.traffic().requests - opened.requests, storage.traffic().bytes - opened.bytes);
+        assert!(bytes <= half / 4 + half && requests <= 4, "{rank}: {requests} requests for {bytes} bytes");
     }
 }
 
