@@ -9,6 +9,8 @@
 //!
 //! With `--bench` the object has 256 MiB and the file what it has, otherwise 16 MiB.
 
+#![allow(unsafe_code, reason = "calls of the system that no crate has")]
+
 #[path = "support/files.rs"]
 mod files;
 

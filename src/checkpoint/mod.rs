@@ -50,7 +50,7 @@ pub(crate) use layout::{FactorShapes, Stored};
 pub use layout::{Factors, Layer, Layout, Module, TensorInfo};
 pub(crate) use looked::Looked;
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
-pub(crate) use pattern::Pattern;
+pub(crate) use pattern::{Alike, Pattern};
 pub(crate) use quantised::{Coded, Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
 pub(crate) use shard::{Cut, Stretches};
 use shard::{Network, Part};

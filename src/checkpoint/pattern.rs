@@ -1,5 +1,7 @@
 //! Names of modules, in which `*` stands for any run of characters.
 
+use std::collections::HashMap;
+
 use super::{Layout, TensorId};
 
 /// A pattern of a layout's module names.
@@ -34,14 +36,47 @@ impl Pattern {
         if let Some(tensor) = layout.find(&self.text) {
             return vec![tensor];
         }
-        let in_module =
-            |tensor: TensorId| layout.module_of(tensor).is_some_and(|module| self.matches(&layout.at(module).name));
-        layout.tensor_ids().filter(|&tensor| in_module(tensor) || self.matches(&layout.at(tensor).name)).collect()
+        layout.tensor_ids().filter(|&tensor| self.names(tensor, layout)).collect()
+    }
+
+    /// Whether the pattern matches the name of a tensor or of its module.
+    fn names(&self, tensor: TensorId, layout: &Layout) -> bool {
+        let of_module = layout.module_of(tensor).is_some_and(|module| self.matches(&layout.at(module).name));
+        of_module || self.matches(&layout.at(tensor).name)
+    }
+}
+
+/// The tensors of a layout, those whose names differ in numbers alone together: layers and experts by the thousand.
+pub(crate) struct Alike(HashMap<String, Vec<TensorId>>);
+
+impl Alike {
+    pub(crate) fn new(layout: &Layout) -> Alike {
+        let mut alike: HashMap<String, Vec<TensorId>> = HashMap::new();
+        let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        for (tensor, info) in layout.tensor_ids().zip(layout.tensors()) {
+            let parts: Vec<&str> = info.name.split('.').map(|part| if is_number(part) { "0" } else { part }).collect();
+            alike.entry(parts.join(".")).or_default().push(tensor);
+        }
+        Alike(alike)
+    }
+
+    /// As [`Pattern::tensors`], in no order, in less time for many tensors.
+    pub(crate) fn tensors(&self, pattern: &Pattern, layout: &Layout) -> Vec<TensorId> {
+        // A number in a pattern tells them apart, and the whole name of a tensor stands for that one.
+        if pattern.text.bytes().any(|byte| byte.is_ascii_digit()) || layout.find(&pattern.text).is_some() {
+            return pattern.tensors(layout);
+        }
+        let like = |tensors: &&Vec<TensorId>| tensors.first().is_some_and(|&first| pattern.names(first, layout));
+        self.0.values().filter(like).flatten().copied().collect()
     }
 }
 
 /// Whether `parts`, one or several, are parts of `name` that follow each other, between its dots.
 fn has_parts(name: &str, parts: &str) -> bool {
+    // Most names do not have them at all.
+    if !name.contains(parts) {
+        return false;
+    }
     let (name, parts): (Vec<&str>, Vec<&str>) = (name.split('.').collect(), parts.split('.').collect());
     name.windows(parts.len()).any(|run| run == parts)
 }
@@ -114,6 +149,23 @@ mod tests {
         ] {
             let found = Pattern::new(pattern.to_owned(), &layout).tensors(&layout);
             assert_eq!(found.iter().map(|tensor| tensor.index()).collect::<Vec<_>>(), wanted, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn tensors_that_differ_in_numbers_are_found_together() {
+        let named = |name: &str| TensorInfo::new(name, DType::F32, &[1], 0, 0).unwrap();
+        let names =
+            ["a.0.q.weight", "a.1.q.weight", "a.10.q.bias", "a.1.w1.weight", "a.2.w1.weight", "q.weight", "a.0.0.x"];
+        let layout = Layout::new(names.iter().map(|name| named(name)).collect());
+        let alike = Alike::new(&layout);
+        for pattern in
+            ["q", "a", "a.1", "w1", "q.weight", "*.q", "a.*", "*.0.*", "*.bias", "weight", "a.0.q", "b", "*", "x"]
+        {
+            let pattern = Pattern::new(pattern.to_owned(), &layout);
+            let mut found = alike.tensors(&pattern, &layout);
+            found.sort_unstable();
+            assert_eq!(found, pattern.tensors(&layout), "{}", pattern.text());
         }
     }
 

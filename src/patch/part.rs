@@ -95,10 +95,10 @@ impl TensorPatch {
         let inner: u64 = if cut.dimension() == 1 { self.shape[2..].iter().product() } else { 1 };
         let scaled = |range: &Range<u64>| (range.start * inner) as usize..(range.end * inner) as usize;
         let ranges: Vec<Range<usize>> = cut.ranges().iter().map(scaled).collect();
-        let (all_rows, all_cols) = ([0..rows], [0..cols]);
+        let (all_rows, all_cols) = (0..rows, 0..cols);
         let (of_rows, of_cols) = match cut.dimension() {
-            0 => (&ranges[..], &all_cols[..]),
-            _ => (&all_rows[..], &ranges[..]),
+            0 => (&ranges[..], std::slice::from_ref(&all_cols)),
+            _ => (std::slice::from_ref(&all_rows), &ranges[..]),
         };
         let parts = self.steps.iter().map(|step| step.part(of_rows, of_cols, cols));
         Some(Arc::new(parts.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect()))

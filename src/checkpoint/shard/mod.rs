@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::quantised::{Packed, Siblings};
-use super::{Checkpoint, Inner, Layout, ModuleId, Pattern, Per, TensorId, TensorInfo, by_name, stored_in};
+use super::{Alike, Checkpoint, Inner, Layout, ModuleId, Pattern, Per, TensorId, TensorInfo, by_name, stored_in};
 use crate::error::{Error, Packing, Result, ShardFault};
 use crate::transfer::Source;
 pub(crate) use cut::{Cut, Stretches};
@@ -41,6 +41,9 @@ pub(crate) struct Part {
     /// For each tensor of the part, the whole tensor and what is kept of it; `None` if all is.
     tensors: Vec<(TensorId, Option<Cut>)>,
 }
+
+/// Files as a part reads them, and its tensors there.
+type Files = (Vec<Arc<dyn Source>>, Vec<TensorInfo>);
 
 /// How a whole was divided.
 #[derive(Clone, Debug, Default)]
@@ -241,12 +244,7 @@ impl Divided {
     }
 
     /// The files as the part reads them, and its tensors there.
-    fn read(
-        &self,
-        inner: &Inner,
-        layout: &Layout,
-        tensors: &[(TensorId, Option<Cut>)],
-    ) -> Result<(Vec<Arc<dyn Source>>, Vec<TensorInfo>)> {
+    fn read(&self, inner: &Inner, layout: &Layout, tensors: &[(TensorId, Option<Cut>)]) -> Result<Files> {
         let mut spans: Vec<Vec<Span>> = inner.sources.iter().map(|_| Vec::new()).collect();
         // Tensors of the same bytes that are divided alike still share them.
         let mut places: HashMap<(usize, u64, u64, &Cut), u64> = HashMap::new();
@@ -298,9 +296,10 @@ impl Divided {
         let network = rules.known(whole.network());
         let rules: Vec<&Rule> = rules.of(&network).collect();
         let mut of_tensors: Per<TensorId, Option<usize>> = Per::all(layout.tensors().len(), None);
+        let alike = Alike::new(layout);
         for (number, rule) in rules.iter().enumerate() {
             let patterns = rule.patterns.iter().map(|text| Pattern::new(text.clone(), layout));
-            for tensor in patterns.flat_map(|pattern| pattern.tensors(layout)) {
+            for tensor in patterns.flat_map(|pattern| alike.tensors(&pattern, layout)) {
                 of_tensors[tensor] = Some(number);
             }
         }
