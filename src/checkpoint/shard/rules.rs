@@ -310,18 +310,18 @@ impl Division {
             Ok(range.start + number * each..range.start + (number + 1) * each)
         };
         let ranges = match self {
-            Division::Equal => one(equal(0..len, 1)?),
+            Division::Equal => vec![equal(0..len, 1)?],
             Division::Uneven if len >= ranks => {
                 // No more than the dimension has.
                 let end = |rank: u64| (u128::from(len) * u128::from(rank) / u128::from(ranks)) as u64;
-                one(end(number)..end(number + 1))
+                vec![end(number)..end(number + 1)]
             }
             Division::Uneven => return Err(unequal()),
             Division::Units(unit) => {
                 if !len.is_multiple_of(*unit) {
                     return Err(units(format!("units of {unit}")));
                 }
-                one(equal(0..len, *unit)?)
+                vec![equal(0..len, *unit)?]
             }
             Division::Heads(heads) => {
                 let count = heads.count(network)?;
@@ -329,7 +329,7 @@ impl Division {
                     return Err(units(format!("{count} {}", heads.name())));
                 }
                 let (unit, share) = (len / count, heads.share(count, rank)?);
-                one(share.start * unit..share.end * unit)
+                vec![share.start * unit..share.end * unit]
             }
             Division::Parts(parts) => {
                 let size = |part: &Part| match part {
@@ -359,10 +359,6 @@ impl Division {
         };
         Ok(Cut { dimension, ranges })
     }
-}
-
-fn one(range: Range<u64>) -> Vec<Range<u64>> {
-    std::iter::once(range).collect()
 }
 
 impl fmt::Display for Rank {
