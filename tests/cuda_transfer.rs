@@ -102,7 +102,7 @@ fn cuda_links_are_measured_and_no_faster_than_they_are() {
             (B, A, LinkKind::Peer, 0.75),
         ];
         let matrix = measured(|| measure(&registry), &ways);
-        assert!(matrix.left_out.is_empty(), "{matrix}");
+        assert!(!matrix.left_out.iter().any(|left_out| left_out.what.starts_with("cuda")), "{matrix}");
         let links = ["to device 0", "from device 0", "to device 1", "from device 1"];
         let peers = ["device 0 to device 1", "device 1 to device 0"];
         let used = used(&cuda, &[&links[..], &peers].concat());
@@ -150,7 +150,7 @@ fn cuda_every_way_is_measured_and_what_arrives_is_looked_at() {
             kinds.into_iter().flat_map(|kind| [(HOST, A, kind, 0.5), (A, HOST, kind, 0.25)]).collect();
         let registry = Registry::system();
         let matrix = measured(|| measure_links(&registry, &timing).unwrap(), &ways);
-        assert!(matrix.left_out.is_empty(), "{matrix}");
+        assert!(!matrix.left_out.iter().any(|left_out| left_out.what.starts_with("cuda")), "{matrix}");
     }
     assert_clean(&cuda);
 }

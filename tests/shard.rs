@@ -232,6 +232,9 @@ fn scales_are_divided_with_their_weights() {
     };
     let rows = ShardRules::new().rows("a");
     check_joined(&blocks(256, 2), &rows, 2, plain);
+    // Nobody knows what a vector of another length is for.
+    let vector = file("model", &[weight(4), f32s("a.weight_scale", &[3], &[1.0; 3])]);
+    assert!(matches!(fault(vector.shard(&rows, rank(0, 2))).1, ShardFault::Beside { .. }));
     // A block would be in two parts.
     for (rows_, scales, of) in [(384, 3, 2), (300, 3, 3)] {
         let (tensor, fault) = fault(blocks(rows_, scales).shard(&rows, rank(0, of)));
@@ -480,6 +483,34 @@ fn the_last_stage_has_the_embedding_that_its_head_uses() {
         let table = part.layout().modules().iter().find(|module| module.name.contains("embed_tokens")).unwrap();
         assert!(table.tied);
     }
+}
+
+/// An adapter for the head of a model whose head uses the embedding makes it a tensor of its own, on each rank and in the last stage.
+#[test]
+fn a_head_that_comes_to_differ_is_divided_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let specs: Vec<_> = support::llama(2, 64).into_iter().filter(|spec| !spec.name.contains("lm_head")).collect();
+    std::fs::write(folder.path().join("model.safetensors"), support::safetensors(&specs, 5)).unwrap();
+    let config = r#"{"tie_word_embeddings": true, "num_attention_heads": 8, "num_key_value_heads": 8}"#;
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let table = specs.iter().find(|spec| spec.name.contains("embed_tokens")).unwrap().shape.clone();
+    let factors = [
+        f32s("lm_head.lora_A.weight", &[1, table[1]], &vec![0.5; table[1] as usize]),
+        f32s("lm_head.lora_B.weight", &[table[0], 1], &(0..table[0]).map(|row| row as f32).collect::<Vec<_>>()),
+    ];
+    let patched = |part| {
+        Weights::patched(part, vec![Adapter::from_checkpoint(file("adapter", &factors), 1.0)?], Matching::Strict)
+    };
+    let whole = patched(checkpoint.clone()).unwrap();
+    assert!(whole.report().untied.is_some() && whole.layout().tensors().last().unwrap().name == "lm_head.weight");
+    check_joined(&checkpoint, &ShardRules::megatron(), 4, patched);
+    let of = checkpoint.layout().layers().len();
+    let (first, last) = (checkpoint.stage(0..2).unwrap(), checkpoint.stage(2..of).unwrap());
+    assert!(patched(first).unwrap().layout().find("lm_head.weight").is_none());
+    let last = patched(last).unwrap();
+    let head = |weights: &Weights| contents(weights).into_iter().find(|tensor| tensor.0 == "lm_head.weight").unwrap();
+    assert_eq!(head(&last), head(&whole));
 }
 
 #[test]

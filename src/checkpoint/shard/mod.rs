@@ -339,7 +339,10 @@ impl Divided {
                 let own = layout.at(tensor);
                 cuts[tensor] = match tensor == lead {
                     true => Some(cut.clone()),
-                    false => beside(own, info, &cut, whole.stated().block).map_err(|why| fault(own, why))?,
+                    false => {
+                        let is_of_codes = siblings.beside(info).iter().any(|sibling| sibling.id == tensor);
+                        beside(own, info, &cut, whole.stated().block, is_of_codes).map_err(|why| fault(own, why))?
+                    }
                 };
             }
         }
@@ -355,16 +358,23 @@ fn undivided(weight: &TensorInfo, siblings: &Siblings<'_>) -> Option<Packing> {
     (!by_rows).then_some(packing)
 }
 
-/// What is kept of a tensor beside the weight `lead`, of which `cut` is kept.
-fn beside(own: &TensorInfo, lead: &TensorInfo, cut: &Cut, block: Option<[u64; 2]>) -> Result<Option<Cut>, ShardFault> {
+/// What is kept of a tensor beside the weight `lead`, of which `cut` is kept. `block` is what the configuration says of the sides of blocks, and
+/// `is_of_codes` whether the tensor says something of the weight's values.
+fn beside(
+    own: &TensorInfo,
+    lead: &TensorInfo,
+    cut: &Cut,
+    block: Option<[u64; 2]>,
+    is_of_codes: bool,
+) -> Result<Option<Cut>, ShardFault> {
     let dimension = cut.dimension();
     let of_weight = lead.shape[dimension];
     let Some(&len) = own.shape.get(dimension) else { return Ok(None) };
     if len == of_weight {
         return Ok(Some(cut.clone()));
     }
-    // One number for all, or a vector of something else.
-    if len == 1 || own.shape.len() == 1 {
+    // One number for all, or a vector that says nothing of the weight's values.
+    if len == 1 || (own.shape.len() == 1 && !is_of_codes) {
         return Ok(None);
     }
     let misfit = || {
