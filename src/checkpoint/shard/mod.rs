@@ -150,7 +150,7 @@ impl Layout {
     ///
     /// ```
     /// use tensor_offload::checkpoint::Layout;
-    /// assert_eq!(Layout::blocks([4, 1, 1, 1, 5]).stages(3)?, [0..1, 1..4, 4..5]);
+    /// assert_eq!(Layout::blocks([4, 1, 1, 1, 5]).stages(3)?, [0..2, 2..4, 4..5]);
     /// # Ok::<(), tensor_offload::Error>(())
     /// ```
     ///
