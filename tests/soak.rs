@@ -222,7 +222,7 @@ fn on_vulkan(cycles: usize) {
 
 #[cfg(feature = "vulkan")]
 #[test]
-fn cycles_on_vulkan_devices() {
+fn vulkan_devices_in_cycles() {
     on_vulkan(SOME_CYCLES);
 }
 
