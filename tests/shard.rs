@@ -232,6 +232,17 @@ fn scales_are_divided_with_their_weights() {
     };
     let rows = ShardRules::new().rows("a");
     check_joined(&blocks(256, 2), &rows, 2, plain);
+    // Scales in tiles of 128 rows, as ComfyUI stores them, have no rows to divide.
+    let note = br#"{"format": "mxfp8"}"#;
+    let tiles = file(
+        "model",
+        &[
+            tensor("a.weight", DType::F8E4M3, &[256, 128], vec![0x38; 256 * 128]),
+            tensor("a.weight_scale", DType::U8, &[256, 4], vec![127; 1024]),
+            tensor("a.comfy_quant", DType::U8, &[note.len() as u64], note.to_vec()),
+        ],
+    );
+    assert!(matches!(fault(tiles.shard(&rows, rank(0, 2))).1, ShardFault::Beside { .. }));
     // Nobody knows what a vector of another length is for.
     let vector = file("model", &[weight(4), f32s("a.weight_scale", &[3], &[1.0; 3])]);
     assert!(matches!(fault(vector.shard(&rows, rank(0, 2))).1, ShardFault::Beside { .. }));

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::quantised::{Packed, Siblings};
+use super::quantised::{Format, Packed, Siblings};
 use super::{Alike, Checkpoint, Inner, Layout, ModuleId, Pattern, Per, TensorId, TensorInfo, by_name, stored_in};
 use crate::error::{Error, Packing, Result, ShardFault};
 use crate::transfer::Source;
@@ -224,12 +224,11 @@ impl Divided {
         let stored: Vec<_> = kept.zip(&inner.stored).map(|(same, stored)| stored.clone().filter(|_| same)).collect();
         let files: Vec<bool> = sources.iter().map(|source| source.may_stay()).collect();
         let layout = layout.read_from(&files).stored_as(|info| stored_in(&stored, info));
-        let compressed = inner
-            .compressed
-            .iter()
-            .filter(|(name, _)| layout.find(name).is_some_and(|tensor| stored[layout.at(tensor).file].is_some()));
+        let by_name = by_name(&layout);
+        let is_code = |name: &String| by_name.get(name).is_some_and(|&tensor| stored[layout.at(tensor).file].is_some());
+        let compressed = inner.compressed.iter().filter(|(name, _)| is_code(name));
         let compressed = compressed.map(|(name, bytes)| (name.clone(), *bytes)).collect();
-        let (by_name, part) = (by_name(&layout), Some(Arc::new(Part { whole: whole.clone(), divided: self, tensors })));
+        let part = Some(Arc::new(Part { whole: whole.clone(), divided: self, tensors }));
         Ok(Checkpoint(Arc::new(Inner { sources, layout, by_name, compressed, stored, part, ..inner.clone() })))
     }
 
@@ -335,13 +334,15 @@ impl Divided {
                 return Err(fault(info, ShardFault::Packed { packing }));
             }
             let cut = division.cut(*dimension, &info.shape, *rank, &network).map_err(|why| fault(info, why))?;
+            let others =
+                Others { lead: info, cut: &cut, block: whole.stated().block, in_tiles: has_tiles(info, &siblings) };
             for tensor in tensors {
                 let own = layout.at(tensor);
                 cuts[tensor] = match tensor == lead {
                     true => Some(cut.clone()),
                     false => {
                         let is_of_codes = siblings.beside(info).iter().any(|sibling| sibling.id == tensor);
-                        beside(own, info, &cut, whole.stated().block, is_of_codes).map_err(|why| fault(own, why))?
+                        others.cut(own, is_of_codes).map_err(|why| fault(own, why))?
                     }
                 };
             }
@@ -358,38 +359,52 @@ fn undivided(weight: &TensorInfo, siblings: &Siblings<'_>) -> Option<Packing> {
     (!by_rows).then_some(packing)
 }
 
-/// What is kept of a tensor beside the weight `lead`, of which `cut` is kept. `block` is what the configuration says of the sides of blocks, and
-/// `is_of_codes` whether the tensor says something of the weight's values.
-fn beside(
-    own: &TensorInfo,
-    lead: &TensorInfo,
-    cut: &Cut,
+/// Whether the scales of a weight may be stored in tiles of several rows, as ComfyUI stores those of MXFP8.
+fn has_tiles(weight: &TensorInfo, siblings: &Siblings<'_>) -> bool {
+    // What a note says that cannot be read, nobody knows.
+    siblings.note(weight).map_or(true, |note| note.is_some_and(|note| note.format == Format::Mxfp8))
+}
+
+/// The tensors beside a weight.
+struct Others<'a> {
+    lead: &'a TensorInfo,
+    /// What is kept of the weight.
+    cut: &'a Cut,
+    /// What the configuration says of the sides of blocks.
     block: Option<[u64; 2]>,
-    is_of_codes: bool,
-) -> Result<Option<Cut>, ShardFault> {
-    let dimension = cut.dimension();
-    let of_weight = lead.shape[dimension];
-    let Some(&len) = own.shape.get(dimension) else { return Ok(None) };
-    if len == of_weight {
-        return Ok(Some(cut.clone()));
+    in_tiles: bool,
+}
+
+impl Others<'_> {
+    /// What is kept of one of them. `is_of_codes` tells whether it says something of the weight's values.
+    fn cut(&self, own: &TensorInfo, is_of_codes: bool) -> Result<Option<Cut>, ShardFault> {
+        let dimension = self.cut.dimension();
+        let of_weight = self.lead.shape[dimension];
+        let Some(&len) = own.shape.get(dimension) else { return Ok(None) };
+        let misfit = || {
+            let (weight, of_weight) = (self.lead.name.clone(), self.lead.shape.clone());
+            ShardFault::Beside { shape: own.shape.clone(), weight, of_weight }
+        };
+        if self.in_tiles && is_of_codes && own.shape.len() > 1 {
+            return Err(misfit());
+        }
+        if len == of_weight {
+            return Ok(Some(self.cut.clone()));
+        }
+        // One number for all, or a vector that says nothing of the weight's values.
+        if len == 1 || (own.shape.len() == 1 && !is_of_codes) {
+            return Ok(None);
+        }
+        // Blocks of as many indices as are stated, or of 128, or all alike.
+        let stated = self.block.and_then(|sides| sides.get(dimension).copied());
+        let fits = |side: &u64| *side > 0 && of_weight.div_ceil(*side) == len;
+        let even = (len > 0 && of_weight.is_multiple_of(len)).then(|| of_weight / len);
+        let side = stated.filter(fits).or(Some(128).filter(fits)).or(even).ok_or_else(misfit)?;
+        let scaled = |range: &Range<u64>| {
+            let whole = range.start.is_multiple_of(side) && (range.end.is_multiple_of(side) || range.end == of_weight);
+            whole.then(|| range.start / side..range.end.div_ceil(side)).ok_or_else(misfit)
+        };
+        let ranges = self.cut.ranges().iter().map(scaled).collect::<Result<_, _>>()?;
+        Ok(Some(Cut { dimension, ranges }))
     }
-    // One number for all, or a vector that says nothing of the weight's values.
-    if len == 1 || (own.shape.len() == 1 && !is_of_codes) {
-        return Ok(None);
-    }
-    let misfit = || {
-        let (weight, of_weight) = (lead.name.clone(), lead.shape.clone());
-        ShardFault::Beside { shape: own.shape.clone(), weight, of_weight }
-    };
-    // Blocks of as many indices as are stated, or of 128, or all alike.
-    let stated = block.and_then(|sides| sides.get(dimension).copied());
-    let fits = |side: &u64| *side > 0 && of_weight.div_ceil(*side) == len;
-    let even = (of_weight.is_multiple_of(len) && len > 0).then(|| of_weight / len);
-    let side = stated.filter(fits).or(Some(128).filter(fits)).or(even).ok_or_else(misfit)?;
-    let scaled = |range: &Range<u64>| {
-        let whole = range.start.is_multiple_of(side) && (range.end.is_multiple_of(side) || range.end == of_weight);
-        whole.then(|| range.start / side..range.end.div_ceil(side)).ok_or_else(misfit)
-    };
-    let ranges = cut.ranges().iter().map(scaled).collect::<Result<_, _>>()?;
-    Ok(Some(Cut { dimension, ranges }))
 }
